@@ -11,7 +11,6 @@ import torch
 
 from hf_zero.access.param_location import ParamLocation, Target, check_value, managed_parameter
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.sharding.placement import master_dtype_of
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _piece(place: ParamLocation, values: torch.Tensor | None) -> LocalPiece | No
     slice_ = place.slice
     if slice_ is None or values is None:
         return None
-    copied = values.to(place.engine.device, master_dtype_of(place.flat.dtype), copy=True)
+    copied = values.to(place.engine.device, place.flat.master_dtype, copy=True)
     ranges = tuple((piece.start, piece.end) for piece in slice_.pieces)
     return LocalPiece(copied if values.dim() == 0 else copied.reshape(-1), ranges)
 

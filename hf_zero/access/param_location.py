@@ -14,7 +14,6 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.edit_watch import fingerprint
 from hf_zero.sharding.model_params import clean_name
 from hf_zero.sharding.param_index import ParamIndex, ParamPlace
-from hf_zero.sharding.placement import master_dtype_of
 
 Target = nn.Module | nn.Parameter
 
@@ -152,5 +151,5 @@ def _digest(place: ParamLocation, value: torch.Tensor) -> int:
     if value.dim() == 0:
         kept = torch.full((1,), float(value), dtype=torch.float64, device="cpu")
     else:
-        kept = value.detach().to(master_dtype_of(place.flat.dtype), copy=True)  # a view may start anywhere
+        kept = value.detach().to(place.flat.master_dtype, copy=True)  # a view may start anywhere
     return int(fingerprint(kept.reshape(-1)))

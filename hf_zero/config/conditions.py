@@ -119,6 +119,7 @@ REDUCE_COPIES = When(
 GATHER_BUCKETS = _smaller_bucket("allgather_bucket_size", "reduce_bucket_size")
 GATHERS_IN_PARTS = When(lambda get: not get("@whole_units"), "on this backend one all-gather moves a whole unit")
 CASTS = When(_is_cast, "no parameter is cast to 16 bits")
+IN_BF16 = When(lambda get: get("bf16.enabled") is True, "bf16.enabled is not true")
 DYNAMIC_SCALE = When(lambda get: not get("fp16.loss_scale"), "fp16.loss_scale is fixed")
 HYSTERESIS = When(lambda get: get(STAGE) > 0, "at stage 0 every overflow lowers the scale, as with DeepSpeed")
 HAS_HYSTERESIS = When(lambda get: get("fp16.hysteresis") > 1, "fp16.hysteresis is 1")

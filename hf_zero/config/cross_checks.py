@@ -15,6 +15,7 @@ from hf_zero.config.conditions import (
     is_known,
     medium,
     runs_in_torch,
+    updates_natively,
 )
 from hf_zero.config.conditions import PARAMS as _PARAMS
 from hf_zero.config.keys import root, typed_blocks
@@ -28,6 +29,7 @@ MOMENTS = f"{_PARAMS}.fp32_optimizer_states"
 _OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
 _PROF_OPS = "comms_logger.prof_ops"
 _DELAYED = f"{OFFLOAD_OPTIMIZER}.delayed_update"
+_STATES_IN_FP32 = ("Lamb", "Lion", "Muon", "OneBitAdam")  # whatever the type of the parameters
 # The collectives of an engine, by DeepSpeed's names.
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
 
@@ -172,6 +174,36 @@ def _of_native_update(get: Get) -> Iterator[Conflict]:
             yield Conflict(key, f"it belongs to the native Adam, and {why} leaves the update to torch", remedy)
 
 
+def _of_bf16_masters(get: Get) -> Iterator[Conflict]:
+    """Masters in bf16 are the parameters, and torch's optimizers keep states in the type of what they update."""
+    masters, states = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
+    if get("bf16.enabled") is not True or get(masters) is get(states) is not True:
+        return
+    if get(masters) is not True:
+        yield Conflict(
+            states,
+            "it goes with bf16_master_weights_and_grads only, as with DeepSpeed",
+            f'Write "bf16_master_weights_and_grads": true beside it; {MOMENTS} = false keeps moments in 16 bits '
+            "beside fp32 masters, where they are offloaded.",
+        )
+    elif updates_natively(get):
+        yield Conflict(
+            masters,
+            f"{_OFFLOAD} is {show(get(_OFFLOAD))}, and the native Adam has fp32 masters",
+            f"Remove it, and write {MOMENTS} = false for moments in 16 bits; or remove offload_optimizer.",
+        )
+    elif get(states) is not True:
+        yield Conflict(
+            masters,
+            "bf16_optimizer_states is not true, and optimizers keep their states in the type of the masters",
+            'Write "bf16_optimizer_states": true beside it, or remove it.',
+        )
+    elif get("optimizer.type") in _STATES_IN_FP32 or get(f"{_PARAMS}.bias_correction") is False:
+        yield Conflict(
+            states, "this optimizer keeps its states in fp32", 'Remove it, or use torch\'s "AdamW" or "SGD".'
+        )
+
+
 def _of_reduction(get: Get) -> Iterator[Conflict]:
     if get("gradient_allreduce_op") == "sum" and get(STAGE) == 3:
         yield Conflict(
@@ -267,6 +299,7 @@ _CONFLICTS = (
     _of_types,
     _of_offload,
     _of_native_update,
+    _of_bf16_masters,
     _of_reduction,
     _of_fp8,
     _of_accumulation,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
-from hf_zero.config.conditions import ANY_DISK, FORCE, OPTIMIZER_ON_HOST, PRINTS, SCALED_LEVEL, ZERO
+from hf_zero.config.conditions import ANY_DISK, FORCE, IN_BF16, OPTIMIZER_ON_HOST, PRINTS, SCALED_LEVEL, ZERO
 from hf_zero.config.resolved import (
     ActivationCheckpointing,
     Aio,
@@ -92,11 +92,15 @@ FP16 = Block(
 BF16 = Block(
     always=True,
     keys={
-        "enabled": Flag(False, auto=True, help="Train in bf16, with fp32 master weights."),
+        "enabled": Flag(False, auto=True, help="Train in bf16; master weights are fp32."),
         "immediate_grad_update": Flag(False, auto=True, no_effect="gradients are always taken as they are ready"),
         "check_grad_overflow": Flag(True, auto=True, help="Skip a step whose gradients are not finite, on all ranks."),
-        "bf16_master_weights_and_grads": Flag(False, auto=True, refused=_FP32_MASTERS),
-        "bf16_optimizer_states": Flag(False, auto=True, refused="Remove it: optimizer states are kept in fp32."),
+        "bf16_master_weights_and_grads": Flag(
+            False, auto=True, when=(IN_BF16,), help="Update bf16 parameters themselves, from gradients in bf16."
+        ),
+        "bf16_optimizer_states": Flag(
+            False, auto=True, when=(IN_BF16,), help="Keep the optimizer states of bf16 masters in bf16."
+        ),
     },
 )
 
@@ -131,7 +135,7 @@ TORCH_AUTOCAST = Block(
 DATA_TYPES = Block(
     always=True,
     keys={
-        "grad_accum_dtype": DType(help="The type in which gradients accumulate; fp32 without it."),
+        "grad_accum_dtype": DType(help="The type in which gradients accumulate; that of the masters without it."),
         "param_dtype": DType(refused='Remove it: "bf16": {"enabled": true} chooses the dtype of parameters.'),
         "buffer_dtype": DType(refused="Remove it: buffers keep their dtype."),
         "keep_in_fp32_modules": Texts(

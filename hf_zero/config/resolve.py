@@ -264,6 +264,9 @@ class _Resolver:
             precision=precision_of(values),
             grad_accum_dtype=self._get("data_types.grad_accum_dtype"),
             force_native_adam=values[FORCE] and not runs_in_torch(self._get),
+            bf16_masters=all(
+                self._get(f"bf16.{name}") is True for name in ("enabled", "bf16_master_weights_and_grads")
+            ),
             moments_16bit=self._get(MOMENTS) is False,
             optimizer=_in_form(optimizer) if optimizer else None,
             scheduler=copy.deepcopy(scheduler) if scheduler else None,

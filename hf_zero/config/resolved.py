@@ -448,6 +448,7 @@ class ResolvedConfig(Mapping[str, Any]):
     precision: Precision
     grad_accum_dtype: str | None  # as communication_data_type; None: float32, or float64 for a float64 model
     force_native_adam: bool  # zero_force_ds_cpu_optimizer: an offloaded update is native, or the optimizer is refused
+    bf16_masters: bool  # bf16.bf16_master_weights_and_grads, where bf16 is enabled
     moments_16bit: bool  # optimizer.params.fp32_optimizer_states is false
     optimizer: dict[str, Any] | None  # {"type": a class of torch.optim or hf_zero.optim, "params": ...}
     scheduler: dict[str, Any] | None

@@ -74,6 +74,8 @@ def shard_state(state: dict[str, Any], owned: OwnedSlice) -> dict[torch.Tensor, 
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
             mine = slice_of(value.detach(), owned.slice)
+            if owned.acc.flat.placement.masters_as_params:  # it may have been made before the parameter was cast
+                mine = mine.to(owned.acc.flat.dtype)
             chunks = torch.split(mine, [master.numel() for master in owned.masters])
             for master, chunk in zip(owned.masters, chunks, strict=True):
                 sharded[master][key] = chunk.clone().view(master.shape)

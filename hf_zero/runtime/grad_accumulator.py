@@ -16,6 +16,7 @@ from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.runtime.unreduced_grads import UnreducedGrads, UnreducedPool
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.placement import master_dtype_of
 from hf_zero.sharding.shard import MemoryShard, ShardTensor
 from hf_zero.storage import HostStore
 
@@ -26,14 +27,13 @@ _DENSE = {torch.strided}
 class GradSettings:
     """The types in which gradients are summed."""
 
-    accum_dtype: torch.dtype | None  # None: fp32, fp64 for fp64 parameters
+    accum_dtype: torch.dtype | None  # None: that of masters
     wire_dtype: torch.dtype | None  # `communication_data_type`; None: the accumulation type
+    as_params: bool = False  # see master_dtype_of
 
     def accumulation_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """Return the type in which the gradients of parameters of a type accumulate."""
-        if self.accum_dtype is not None:
-            return self.accum_dtype
-        return torch.float64 if param_dtype == torch.float64 else torch.float32
+        return self.accum_dtype or master_dtype_of(param_dtype, as_params=self.as_params)
 
 
 class GradState(enum.Enum):

@@ -155,7 +155,9 @@ class BuildSettings:
             cast_to=torch_dtype(config.dtype),
             keep_fp32=config.keep_fp32,
             train=train,
-            grads=GradSettings(torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type)),
+            grads=GradSettings(
+                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), config.bf16_masters
+            ),
             reduction=Reduction.of(config),
             allow_unused=zero.ignore_unused_parameters,
             offload=OffloadSettings.of(config),

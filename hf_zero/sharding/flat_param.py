@@ -92,10 +92,15 @@ class FlatParam:
         self.on_values: OnValues | None = None
         initialize(self)
 
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The type in which its parameters are updated, if they are trained."""
+        return master_dtype_of(self.dtype, as_params=self.placement.masters_as_params)
+
     # ---------------------------------------------------------------- first values
     def initialize_from_params(self) -> None:
         """Initialize from unsharded parameters. All ranks must call; rank 0's values win."""
-        master_dtype = master_dtype_of(self.dtype) if self.layout.trainable else self.dtype
+        master_dtype = self.master_dtype if self.layout.trainable else self.dtype
         values = torch.zeros(self.layout.padded_numel, dtype=master_dtype, device=self._device)
         with torch.no_grad():
             for param, slot in zip(self.params, self.layout.slots, strict=True):
@@ -187,7 +192,7 @@ class FlatParam:
         self.master = self._own_master(values) if self.layout.trainable and values is not None else None
 
     def _own_master(self, values: Shard) -> Shard:
-        dtype = master_dtype_of(self.dtype)
+        dtype = self.master_dtype
         if self.placement.scaled:
             scaled = ScaledShard(self.layout, self.rank, self._device, torch.float16)
             scaled.copy_from(values)

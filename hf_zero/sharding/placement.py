@@ -30,9 +30,9 @@ from hf_zero.storage.copy_stream import CopyStreams
 _STATES = 3
 
 
-def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a parameter is updated: fp64 stays, everything else is fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def master_dtype_of(dtype: torch.dtype, *, as_params: bool) -> torch.dtype:
+    """The type in which a parameter is updated: its own, or fp32 where `as_params` is false and it is not fp64."""
+    return dtype if as_params or dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Placement:
     sub_group_numel: int = 1 << 62  # elements that one call of a torch optimizer updates
     broadcasts: bool = False  # what is never sharded comes from each owner by a broadcast (`allgather_partitions`)
     scaled: bool = False  # masters and moments have 8 and 16 bits: ScaledShard
+    masters_as_params: bool = False  # see master_dtype_of
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class OffloadSettings:
     native: bool  # offloaded states are updated by native code, not by torch on the host
     broadcasts: bool  # `allgather_partitions` is false
     scaled: bool = False  # masters and moments of what has 8-bit gradients have 8 and 16 bits
+    masters_as_params: bool = False  # see master_dtype_of
 
     @classmethod
     def of(cls, config: ResolvedConfig) -> OffloadSettings:
@@ -83,6 +85,7 @@ class OffloadSettings:
             native=config.force_native_adam or zero.offload_optimizer.medium.needs_folder,
             broadcasts=not zero.allgather_partitions,
             scaled=config.fp8.has_scaled_states,
+            masters_as_params=config.bf16_masters,
         )
 
 
@@ -136,6 +139,7 @@ class Placements:
             sub_group_numel=max(1, self._settings.sub_group_numel),
             broadcasts=self._settings.broadcasts,
             scaled=scaled,
+            masters_as_params=self._settings.masters_as_params,
         )
 
     def _master_store(self, param: ShardStore) -> ShardStore:
@@ -210,7 +214,9 @@ class Placements:
 
     def _state_tile_bytes(self, flat_specs: Sequence[FlatParamSpec]) -> int:
         mine = [spec for spec in flat_specs if spec.layout.name in self._offloaded]
-        sizes = (min(spec.layout.shard_numel, self._tile) * master_dtype_of(spec.dtype).itemsize for spec in mine)
+        as_params = self._settings.masters_as_params
+        widths = [master_dtype_of(spec.dtype, as_params=as_params).itemsize for spec in mine]
+        sizes = (min(spec.layout.shard_numel, self._tile) * n for spec, n in zip(mine, widths, strict=True))
         return max(sizes, default=1)
 
     def _make_copies(self) -> CopyStreams:

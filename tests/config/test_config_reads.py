@@ -74,6 +74,8 @@ FIELDS = {
     "zero_force_ds_cpu_optimizer": "ResolvedConfig.force_native_adam",
     "data_types.grad_accum_dtype": "ResolvedConfig.grad_accum_dtype",
     "fp16.enabled": "ResolvedConfig.dtype",
+    "bf16.bf16_master_weights_and_grads": "ResolvedConfig.bf16_masters",
+    "bf16.bf16_optimizer_states": "ResolvedConfig.bf16_masters",
     "bf16.enabled": "ResolvedConfig.dtype",
     "amp.enabled": "ResolvedConfig.dtype",
     "amp.opt_level": "ResolvedConfig.dtype",

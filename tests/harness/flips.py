@@ -56,6 +56,7 @@ class Flip:
     scenario: str = "train"
     device: str = "cpu"  # "lag": see tests/lag
     raises: bool = False  # one of the two runs is refused, which is the effect
+    also: str = ""  # a key that goes with it only: it has the same value
 
 
 # ---------------------------------------------------------------- what is looked at
@@ -472,7 +473,7 @@ def observe(flat: dict[str, Any], scenario: str, folder: Path, device: str = "cp
 def changes(path: str, flip: Flip, folder: Path) -> list[str]:
     """Return the names under which the two runs differ; a run that differs from itself is no witness there."""
     base, device = {**BASE, **flip.base}, flip.device
-    flipped = {**base, path: flip.value}
+    flipped = base | ({flip.also: flip.value} if flip.also else {}) | {path: flip.value}
     one, again = (observe(base, flip.scenario, folder, device) for _ in range(2))
     other = observe(flipped, flip.scenario, folder, device)
     assert flip.raises is ("error" in one or "error" in other), (path, one.get("error"), other.get("error"))
@@ -639,6 +640,8 @@ FLIPS: dict[str, Flip] = {
     "amp.loss_scale": Flip(4, AMP),
     "torch_autocast.enabled": Flip(True, {"torch_autocast.dtype": "bf16"}),
     "torch_autocast.dtype": Flip("fp16", {"torch_autocast.enabled": True}),
+    "bf16.bf16_master_weights_and_grads": Flip(True, {"bf16.enabled": True}, also="bf16.bf16_optimizer_states"),
+    "bf16.bf16_optimizer_states": Flip(True, {"bf16.enabled": True}, also="bf16.bf16_master_weights_and_grads"),
     "data_types.grad_accum_dtype": Flip("bf16", {"bf16.enabled": True, "gradient_accumulation_steps": 2}),
     "optimizer.type": Flip("SGD", {}),
     "optimizer.params.lr": Flip(0.01, {}),

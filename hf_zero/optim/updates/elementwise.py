@@ -23,7 +23,6 @@ from hf_zero.optim.updates.compressed_mean import SignMean
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.sharding.param_index import ParamPlace
-from hf_zero.sharding.placement import master_dtype_of
 
 # A parameter's name, elements of it, and tensors that hold these
 StatePlace = tuple[str, Slice | Sequence[Piece], Sequence[torch.Tensor]]
@@ -184,7 +183,7 @@ class LambUpdate(TorchUpdate):
         accumulators = self.reducer.accumulators
         if self.comm.computes_on_host or not any(acc.flat.placement.master.is_on_device for acc in accumulators):
             return torch.zeros(total, 2, dtype=torch.float64, device="cpu")
-        types = {master_dtype_of(acc.flat.dtype) for acc in accumulators}
+        types = {acc.flat.master_dtype for acc in accumulators}
         dtype = torch.float64 if torch.float64 in types else torch.float32  # not every device has fp64
         return torch.zeros(total, 2, dtype=dtype, device=self.comm.device)
 
