@@ -260,6 +260,11 @@ CALLS: dict[str, tuple[type, Act]] = {
     "gathered_params": (Loop, lambda p: enter(hf_zero.gathered_params(p.model))),
     "GatheredParameters": (Loop, lambda p: enter(hf_zero.zero.GatheredParameters([p.weight], modifier_rank=0))),
     "unwrap_model_for_generation": (Loop, lambda p: enter(hf_zero.zero.unwrap_model_for_generation(p.model))),
+    "TiledLinear": (Loop, lambda p: hf_zero.zero.TiledLinear(6, 6, init_linear=p.model.first)),
+    "TiledLinear.copy_params_from": (
+        Loop,
+        lambda p: hf_zero.zero.TiledLinear(6, 6, out_splits=2).copy_params_from(p.model.first),
+    ),
     "full_param": (Loop, lambda p: hf_zero.full_param(p.weight)),
     "full_grad": (Loop, lambda p: hf_zero.full_grad(p.weight)),
     "full_optimizer_state": (Loop, lambda p: hf_zero.full_optimizer_state(p.weight, "exp_avg")),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from hf_zero.checkpoint.consolidate import published
@@ -55,6 +56,17 @@ class DeepSpeedNames(ModuleWrapper):
     def dp_world_size(self) -> int:
         """The number of ranks that share the data: all of them."""
         return self.comm.world_size
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that share the data: torch's default group.
+
+        Raises:
+            StateError: Ranks hold different stages of a pipeline.
+        """
+        if self.run_comm.world_size != self.comm.world_size:
+            raise StateError("data_parallel_group: not all ranks share this engine's part of the model")
+        return dist.group.WORLD
 
     @property
     def local_rank(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hf_zero
@@ -17,6 +18,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.extras.deepspeed import out_of_scope
 from hf_zero.extras.deepspeed.config import DeepSpeedConfig
 from hf_zero.extras.deepspeed.inference import OnDevice, init_inference
+from tests.harness.ranks import run_ranks
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -96,9 +98,84 @@ def test_on_device() -> None:
 def test_leaf_modules() -> None:
     utils = importlib.import_module("hf_zero.utils")
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
-    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == [model[0]]
+    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == utils.get_z3_leaf_modules(model) == [model[0]]
+    assert utils.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]] and utils.z3_leaf_module.z3_leaf_module(model[1])
+    assert utils.unset_z3_leaf_modules(model, [nn.Linear, "ReLU"]) == [model[0], model[1]]
+    assert utils.get_z3_leaf_modules(model) == []
     with pytest.raises(hf_zero.ConfigError, match="GRU"):
         utils.set_z3_leaf_modules(model, ["GRU"])
+    assert utils.set_z3_leaf_modules(model, ["GRU"], raise_if_not_found=False) == []
+
+
+def test_a_step_is_undone_to_the_bit() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.Linear(5, 3) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    adam = importlib.import_module("hf_zero.ops.adam").DeepSpeedCPUAdam(ours.parameters(), lr=0.1)
+    plain = torch.optim.AdamW(theirs.parameters(), lr=0.1, weight_decay=0.0)
+    for scale in (1.0, 3.0, 2.0):
+        for model in (ours, theirs):
+            model.zero_grad()
+            (model(torch.ones(2, 5)) * scale).square().sum().backward()
+        adam.step_subgroup(0)
+        if scale == 3.0:
+            adam.rollback_subgroup(0)
+            with pytest.raises(hf_zero.StateError, match="no step of it to undo"):
+                adam.rollback_subgroup(0)
+        else:
+            plain.step()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+
+
+def test_the_factor_of_a_cosine() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.5)
+    scheduler = hf_zero.optim.WarmupCosineLR(optimizer, total_num_steps=10, warmup_num_steps=4)
+    for _ in range(6):
+        scheduler.step()
+        assert scheduler.get_lr_ratio() * 0.5 == pytest.approx(optimizer.param_groups[0]["lr"])
+
+
+def tiled(stage: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Train a layer of tiles beside the plain layer that they started from."""
+    TiledLinear = importlib.import_module("hf_zero.zero").TiledLinear
+    torch.manual_seed(0)
+    plain = nn.Linear(7, 5).double()
+    model = nn.Sequential(TiledLinear(7, 5, in_splits=3, out_splits=2, init_linear=plain, dtype=torch.float64))
+    engine = hf_zero.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}},
+    )[0]
+    assert dist.get_world_size(engine.data_parallel_group) == 2
+    own, found = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    inputs = torch.randn(2, 2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        output = engine(inputs[engine.rank])
+        engine.backward(output.square().mean())
+        engine.step()
+        own.zero_grad()
+        whole = plain(inputs.flatten(0, 1))
+        whole.square().mean().backward()
+        own.step()
+        found.append((output.detach(), whole.detach().view(2, 2, 5)[engine.rank]))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_in_tiles_trains_as_a_whole_one(stage: int) -> None:
+    for pairs in run_ranks(tiled, 2, stage):
+        for mine, want in pairs:
+            torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-12)
+
+
+def test_the_parts_of_a_layer_in_tiles() -> None:
+    TiledLinear = importlib.import_module("hf_zero.zero").TiledLinear
+    with pytest.raises(hf_zero.ConfigError, match=r"in_splits=4.*from 1 to 3"):
+        TiledLinear(3, 2, in_splits=4)
+    layer = TiledLinear(3, 2, in_splits=2, out_splits=2, input_is_already_split=True, combine_out_splits=False)
+    outputs = layer(torch.ones(1, 3).split([2, 1], dim=-1))
+    assert [tuple(one.shape) for one in outputs] == [(1, 1), (1, 1)]
+    assert [name for name, _ in layer.named_parameters()][:2] == ["linears.0.0.weight", "linears.0.1.weight"]
 
 
 def test_what_is_out_of_scope() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.optim.optimizers.base import run_closure
 from hf_zero.optim.optimizers.cpu_adam import CPUAdam
 from hf_zero.optim.registry import can_be_fused
 
@@ -30,6 +33,34 @@ class DeepSpeedCPUAdam(CPUAdam):
         super().__init__(
             model_params, lr, betas, eps, weight_decay, adamw_mode, bias_correction, amsgrad, fp32_optimizer_states
         )
+        self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]] = {}  # by subgroup
+
+    def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step with the parameters that have gradients, and keep what it changes for `rollback_subgroup`."""
+        loss = run_closure(closure)
+        self._before[subgroup_id] = [
+            (param, param.detach().clone(), copy.deepcopy(self.state.get(param, {})))
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        self.step()
+        return loss
+
+    @torch.no_grad()
+    def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Undo the last `step_subgroup` of this number, to the bit.
+
+        Raises:
+            StateError: There was none since the last undo.
+        """
+        loss = run_closure(closure)
+        if sub_group_id not in self._before:
+            raise StateError(f"rollback_subgroup({sub_group_id}): there is no step of it to undo")
+        for param, values, state in self._before.pop(sub_group_id):
+            param.copy_(values)
+            self.state[param] = state
+        return loss
 
 
 class FusedAdam(torch.optim.Adam):

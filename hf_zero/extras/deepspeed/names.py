@@ -29,9 +29,12 @@ _CHECKPOINTING = {
 _FORMULAS = "hf_zero.extras.estimate.deepspeed_formulas"
 _TOPOLOGIES = f"{_PIPELINE}.topology"
 
+_LEAVES = "get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules"
+_TILING = {f"{_OURS}.tiling": "TiledLinear"}
 _ZERO = {
+    **_TILING,
     f"{_OURS}.zero": """GatheredParameters Init register_external_parameter unregister_external_parameter
-    unwrap_model_for_generation ZeroParamStatus"""
+    unwrap_model_for_generation ZeroParamStatus""",
 }
 _SCHEDULES = {
     "hf_zero.optim": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
@@ -97,6 +100,7 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "runtime.utils": {**_SEED, f"{_OURS}.utils": "see_memory_usage"},
     "runtime.zero": _ZERO,
+    "runtime.zero.tiling": _TILING,
     "runtime.zero.partition_parameters": {
         **_ZERO,
         f"{_OURS}.accelerator": "get_accelerator",
@@ -115,7 +119,7 @@ PATHS: dict[str, dict[str, str]] = {
         **_ACCESS,
         f"{_OURS}.inference": "OnDevice",
         **_SEED,
-        f"{_OURS}.utils": "log_dist logger set_z3_leaf_modules unset_z3_leaf_modules",
+        f"{_OURS}.utils": f"log_dist logger {_LEAVES}",
         f"{_PIPELINE}.micro_batches": "RepeatingLoader",
     },
     "utils.groups": {
@@ -123,7 +127,7 @@ PATHS: dict[str, dict[str, str]] = {
         f"{_OURS}.comm": "_get_data_parallel_group=get_world_group",
     },
     "utils.logging": _LOGGING,
-    "utils.z3_leaf_module": {f"{_OURS}.utils": "set_z3_leaf_modules unset_z3_leaf_modules"},
+    "utils.z3_leaf_module": {f"{_OURS}.utils": f"{_LEAVES} z3_leaf_module"},
     "utils.zero_to_fp32": {
         f"{_OURS}.zero_to_fp32": """convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
         load_state_dict_from_zero_checkpoint"""

@@ -33,21 +33,44 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Return the modules of these classes. Nothing is set: stage 3 gathers a layer as a whole, experts included.
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Return the modules of these classes, marked for `get_z3_leaf_modules`. Stage 3 gathers whole layers anyway.
 
     Raises:
         ConfigError: There is none.
     """
-    wanted = [one if isinstance(one, str) else one.__name__ for one in leaf_module_classes]
-    found = [module for module in model.modules() if type(module).__name__ in wanted]
-    if not found:
-        raise ConfigError(f"set_z3_leaf_modules: {type(model).__name__} has no module of {', '.join(wanted)}")
+    return _mark(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Return the modules of these classes, unmarked. Raises as `set_z3_leaf_modules`."""
+    return _mark(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` that are marked."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether this module is marked."""
+    return getattr(model, "_z3_leaf", False)
+
+
+def _mark(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, required: bool) -> list[nn.Module]:
+    kinds = tuple(one for one in classes if not isinstance(one, str))
+    names = [one for one in classes if isinstance(one, str)]
+    found = [module for module in model.modules() if isinstance(module, kinds) or type(module).__name__ in names]
+    if required and not found:
+        wanted = ", ".join([*names, *(one.__name__ for one in kinds)])
+        raise ConfigError(f"set_z3_leaf_modules: {type(model).__name__} has no module of {wanted}")
+    for module in found:
+        module._z3_leaf = flag  # type: ignore[assignment]
     return found
-
-
-# Nothing is set, so nothing is to be taken back.
-unset_z3_leaf_modules = set_z3_leaf_modules
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

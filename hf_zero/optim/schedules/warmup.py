@@ -114,6 +114,10 @@ class WarmupCosineLR(Schedule):
         ratio = self.ratio(iteration)
         return [highest * ratio for highest in self.max_lrs]
 
+    def get_lr_ratio(self) -> float:
+        """Return the factor of the optimizer's own rates now."""
+        return self.ratio(self.last_batch_iteration)
+
     def ratio(self, iteration: int) -> float:
         """The factor of the optimizer's own rates."""
         if iteration < 0:
