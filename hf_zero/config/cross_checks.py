@@ -106,6 +106,10 @@ def _of_types(get: Get) -> Iterator[Conflict]:
     if 0 < get("fp16.loss_scale") < MIN_SCALE:
         yield Conflict("fp16.loss_scale", "expected 0 (dynamic) or at least 2 ** -24", "Write 0.")
     if "fp16.enabled" in on and not get("fp16.loss_scale"):
+        if get("fp16.loss_scale_window") == 0:
+            yield Conflict(
+                "fp16.loss_scale_window", "a dynamic loss scale needs a window of 1 step at least", "Write 1000."
+            )
         least, power = get("fp16.min_loss_scale"), get("fp16.initial_scale_power")
         if least == 0:
             yield Conflict(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
+import importlib
 import os
 import re
 from collections.abc import Mapping
@@ -75,7 +76,7 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
     if jsonc.skip_blank(text) == len(text):
         raise ConfigError(f"The ZeRO configuration ({name}) is empty.\nWrite at least the stage: {EXAMPLE}.")
     try:
-        document = jsonc.loads(text)
+        document = _from_hjson(text, name) if name.endswith(".hjson") else jsonc.loads(text)
     except jsonc.JsonError as error:
         raise ConfigError(f"The ZeRO configuration ({name}) is not JSON: {error}.\nCorrect it there.") from None
     except RecursionError:
@@ -88,6 +89,28 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
             f"Write the keys between braces, such as {EXAMPLE}."
         )
     return _check(document.value, document, name)
+
+
+def _from_hjson(text: str, name: str) -> jsonc.Document:
+    try:
+        hjson = importlib.import_module("hjson")
+    except ImportError:
+        raise ConfigError(f"{name} is read by the package hjson, which is not installed: pip install hjson.") from None
+    try:
+        return jsonc.Document(hjson.loads(text, object_pairs_hook=_without_duplicates))
+    except (hjson.HjsonDecodeError, _Duplicate) as error:
+        raise ConfigError(f"The ZeRO configuration ({name}) is not Hjson: {error}.\nCorrect it there.") from None
+
+
+class _Duplicate(ValueError):
+    """A key stands twice in an object."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for number, (name, _) in enumerate(pairs):
+        if any(name == other for other, _ in pairs[:number]):
+            raise _Duplicate(f"{name} stands twice")
+    return dict(pairs)
 
 
 def _text_of(source: str | os.PathLike[str]) -> tuple[str, str]:

@@ -66,7 +66,7 @@ class LossScaling:
     )
     window: int = key(
         "The number of steps without an overflow after which the loss scale doubles.",
-        Count(1000, low=1, auto=True, when=(c.DYNAMIC_SCALE,)),
+        Count(1000, auto=True, when=(c.DYNAMIC_SCALE,)),
         "loss_scale_window",
     )
     hysteresis: int = key(

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 import math
+import sys
 from collections import OrderedDict, UserDict
 from pathlib import Path
 from types import MappingProxyType
@@ -267,3 +268,39 @@ def test_a_resolved_configuration_is_the_mapping_that_was_given() -> None:
     assert dataclasses.replace(resolved, train_batch_size=12)["train_batch_size"] == 12
     with pytest.raises(KeyError, match="optimizer"):
         resolved["optimizer"]
+
+
+HJSON = """{
+  # Hjson has no need of quotes and commas.
+  train_micro_batch_size_per_gpu: 2
+  zero_optimization: {
+    stage: 3
+    overlap_comm: true
+  }
+  optimizer: {
+    type: AdamW
+    params: {lr: 1e-3}
+  }
+}
+"""
+
+
+def test_a_file_in_hjson(tmp_path: Path) -> None:
+    path = tmp_path / "zero3.hjson"
+    path.write_text(HJSON)
+    config = ZeroConfig.load(path)
+    assert config.stage == 3 and config.get("optimizer") == {"type": "AdamW", "params": {"lr": 1e-3}}
+    path.write_text(HJSON.replace("overlap_comm", "stage"))
+    with pytest.raises(ConfigError, match=r"zero3\.hjson\) is not Hjson: stage stands twice"):
+        ZeroConfig.load(path)
+    path.write_text("{ stage: [")
+    with pytest.raises(ConfigError, match=r"zero3\.hjson\) is not Hjson"):
+        ZeroConfig.load(path)
+
+
+def test_hjson_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "zero3.hjson"
+    path.write_text(HJSON)
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ConfigError, match="which is not installed: pip install hjson"):
+        ZeroConfig.load(path)

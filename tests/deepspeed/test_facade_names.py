@@ -6,6 +6,7 @@ import importlib
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,3 +211,26 @@ for name in deepspeed.__all__:
 """
     subprocess.run([sys.executable, "-c", text], check=True, timeout=120)
     assert len(out_of_scope._INSTEAD) > 20
+
+
+def test_builders(tmp_path: Path) -> None:
+    """Programs ask them, load ahead of the training, and read and write files by the handle."""
+    ops = importlib.import_module("hf_zero.ops.op_builder")
+    for name in ("CPUAdamBuilder", "FusedAdamBuilder", "CPULionBuilder", "AsyncIOBuilder"):
+        assert getattr(ops, name)().is_compatible(verbose=True) and getattr(ops, name)().load() is not None
+    with pytest.raises(NotImplementedError, match=r"op_builder\.TransformerBuilder: use"):
+        ops.TransformerBuilder  # noqa: B018
+    handle = importlib.import_module("hf_zero.ops.aio").AsyncIOBuilder().load().aio_handle(1 << 16, 4, False, True, 1)
+    assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (1 << 16, 4, 1)
+    path = str(tmp_path / "values.swp")
+    values = torch.arange(100_000, dtype=torch.float32)
+    assert handle.sync_pwrite(values, path) == 1
+    assert Path(path).read_bytes() == values.numpy().tobytes()
+    halves = handle.new_cpu_locked_tensor(100_000, values).chunk(2)
+    assert [handle.async_pread(half, path, number * 200_000) for number, half in enumerate(halves)] == [0, 0]
+    assert handle.wait() == 2 and torch.equal(torch.cat(halves), values)
+    assert handle.pwrite(values[:10], path, False, True, 40) == 0 and handle.wait() == 1
+    assert handle.read(halves[0][:20], path, False) == 1
+    assert torch.equal(halves[0][:20], torch.arange(10, dtype=torch.float32).repeat(2))
+    with pytest.raises(hf_zero.native.aio.AioError, match=r"values\.swp"):
+        handle.sync_pread(torch.empty(200_000), path)

@@ -84,6 +84,11 @@ PATHS: dict[str, dict[str, str]] = {
     "launcher.runner": {"hf_zero.extras.launcher.forwarding": "DEEPSPEED_ENVIRONMENT_NAME=DEEPSPEED_FILE"},
     "ops.adagrad": {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"},
     "ops.adam": {f"{_OURS}.adam": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.aio": {f"{_OURS}.op_builder": "AsyncIOBuilder"},
+    "ops.op_builder": {
+        f"{_OURS}.op_builder": """AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder
+        FusedLambBuilder FusedLionBuilder OpBuilder"""
+    },
     "ops.lamb": {"hf_zero.optim": "FusedLamb=Lamb"},
     "ops.lion": {"hf_zero.optim": "DeepSpeedCPULion=Lion FusedLion=Lion"},
     "pipe": {**_LAYERS, _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},

@@ -1,0 +1,150 @@
+"""deepspeed.ops.op_builder's names: the native library is built with the package, so that nothing is built here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hf_zero.optim
+from hf_zero.config.resolved import Aio
+from hf_zero.native.aio import AioFile, AioQueue
+from hf_zero.native.host_memory import transfer_memory
+from hf_zero.native.library import has_library, library
+
+
+class OpBuilder:
+    """An operation of DeepSpeed's. Here it is torch's, or the native library's."""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return True
+
+    def load(self, verbose: bool = False) -> Any:
+        """Return the module that has it: hf_zero.optim, whose optimizers run torch's kernels."""
+        return hf_zero.optim
+
+
+class CPUAdamBuilder(OpBuilder):
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the native library is there."""
+        return has_library()
+
+    def load(self, verbose: bool = False) -> Any:
+        """Return the native library. Raises NativeError where it is missing."""
+        return library()
+
+
+class AsyncIOBuilder(CPUAdamBuilder):
+    def load(self, verbose: bool = False) -> Any:
+        """Return the module that has `aio_handle`."""
+        return sys.modules[__name__]
+
+
+class CPUAdagradBuilder(OpBuilder): ...
+
+
+class CPULionBuilder(OpBuilder): ...
+
+
+class FusedAdamBuilder(OpBuilder): ...
+
+
+class FusedLambBuilder(OpBuilder): ...
+
+
+class FusedLionBuilder(OpBuilder): ...
+
+
+class aio_handle:
+    """Reads and writes of whole CPU tensors, by hf_zero.native.aio.
+
+    Args:
+        block_size, ...: The keys of the `aio` block, in DeepSpeed's order and with its defaults.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        self._settings = Aio(block_size, queue_depth, intra_op_parallelism, single_submit, overlap_events)
+        self._queue = AioQueue(self._settings)
+        self._running: list[tuple[int, AioFile]] = []
+
+    def async_pread(self, buffer: torch.Tensor, filename: str | Path, file_offset: int = 0) -> int:
+        """Start to fill `buffer`; returns 0."""
+        return self._start(buffer, filename, file_offset, write=False)
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: str | Path, file_offset: int = 0) -> int:
+        """Start to write `buffer`, which must not change before `wait`; returns 0."""
+        return self._start(buffer, filename, file_offset, write=True)
+
+    def wait(self) -> int:
+        """Wait for all that was started; returns how many operations that were.
+
+        Raises:
+            AioError: One has failed.
+        """
+        count = len(self._running)
+        while self._running:
+            ticket, file = self._running.pop(0)
+            try:
+                self._queue.wait(ticket)
+            finally:
+                file.close()
+        return count
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str | Path, file_offset: int = 0) -> int:
+        self.async_pread(buffer, filename, file_offset)
+        return self.wait()
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str | Path, file_offset: int = 0) -> int:
+        self.async_pwrite(buffer, filename, file_offset)
+        return self.wait()
+
+    def read(self, buffer: torch.Tensor, filename: str | Path, validate: bool, file_offset: int = 0) -> int:
+        """`sync_pread`: what arrives is always checked for its length."""
+        return self.sync_pread(buffer, filename, file_offset)
+
+    def write(self, buffer: torch.Tensor, filename: str | Path, validate: bool, file_offset: int = 0) -> int:
+        return self.sync_pwrite(buffer, filename, file_offset)
+
+    def pread(self, buffer: torch.Tensor, filename: str, validate: bool, is_async: bool, file_offset: int = 0) -> int:
+        return (self.async_pread if is_async else self.sync_pread)(buffer, filename, file_offset)
+
+    def pwrite(self, buffer: torch.Tensor, filename: str, validate: bool, is_async: bool, file_offset: int = 0) -> int:
+        return (self.async_pwrite if is_async else self.sync_pwrite)(buffer, filename, file_offset)
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Return a 1-D tensor of the example's type in memory that files are transferred to without a detour."""
+        return transfer_memory(num_elem * example_tensor.element_size()).view(example_tensor.dtype)[:num_elem]
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Return True: the memory goes with the last reference to it."""
+        return True
+
+    def get_block_size(self) -> int:
+        return self._settings.block_size
+
+    def get_queue_depth(self) -> int:
+        return self._settings.queue_depth
+
+    def get_single_submit(self) -> bool:
+        return self._settings.single_submit
+
+    def get_overlap_events(self) -> bool:
+        return self._settings.overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        return self._settings.intra_op_parallelism
+
+    def _start(self, buffer: torch.Tensor, filename: str | Path, offset: int, *, write: bool) -> int:
+        file = self._queue.open(filename, write=write, create=write)
+        transfer = self._queue.write if write else self._queue.read
+        self._running.append((transfer(file, buffer, offset), file))
+        return 0
