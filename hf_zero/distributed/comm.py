@@ -279,15 +279,17 @@ class Comm:
         link.find_connections(lambda mine: self.all_gather_object(mine, "connections of messages"))
         return Messages(self._processes, link, self.device)
 
-    def confirm(self, what: str) -> None:
-        """Raise DivergenceError, on all ranks, if they have started different operations. All ranks must call.
+    def all_gather_numbers(self, values: Sequence[float], what: str) -> list[list[float]]:
+        """`values` of every rank, in rank order. All ranks must call.
 
-        Free on gloo, where operations with another history never meet: see [Note: Matching] in operation_log.py.
+        Raises DivergenceError on all ranks if they have started different operations before.
         """
-        if self.backend not in ("gloo", "none"):
-            assert self._processes is not None
-            self._processes.add_to_log("confirm", what)
-            self._all_gather_numbers(self._processes, torch.empty(0, dtype=torch.float64, device="cpu"), what)
+        if self._processes is None:
+            return [list(values)]
+        self._processes.add_to_log("agree", what)
+        mine = torch.tensor(values, dtype=torch.float64, device="cpu")
+        rows: list[list[float]] = self._all_gather_numbers(self._processes, mine, what).tolist()
+        return rows
 
     def note_call(self, what: str) -> None:
         """This rank makes a call that exchanges nothing. All ranks must call.

@@ -1,7 +1,7 @@
 """The operations that this rank has started, in order, and how ranks find out that theirs differ.
 
-Collectives are matched by their order. Ranks that start different ones (stage 3, and a module that runs on one rank
-only) would exchange tensors that do not belong together: other weights of the same size, without any error.
+Collectives are matched by their order. Ranks that start different ones (stage 3, and a layer that one rank calls
+without the model) would exchange tensors that do not belong together: others of the same size, without an error.
 
 [Note: Matching]
 Every operation has a tag, a digest of all operations up to it. Messages of gloo carry it, so operations with another
@@ -9,7 +9,7 @@ history never meet: both ranks wait. A rank that waits for long publishes its po
 store, with the list of its last operations, and compares with every rank that has come no farther: it knows its own
 digests at the last positions. Lists are read only where digests differ. What gloo matches by order alone (all-reduce,
 broadcast) and everything on other backends is confirmed before its result counts: the digests of all ranks are
-compared at the end of a forward and before an update (Comm.confirm, Comm.vote).
+compared at the end of a forward and before an update (Comm.all_gather_numbers, Comm.vote).
 
 A call that all ranks must make and that exchanges nothing, such as a backward whose gradients stay on their rank, is
 an operation too (Comm.note_call): where one rank leaves it out, the next exchange finds the difference.
@@ -190,9 +190,9 @@ def difference_of(by_rank: Mapping[int, Mapping[int, str]]) -> ZeroError | None:
         if before:
             lines.append(f"All of them had come to: {one[before[-1]]}.")
         lines.append(
-            "Under ZeRO stage 3 all ranks must run the same modules in the same order. Make the choice (LayerDrop, "
-            "experts, an optional input) alike on all ranks, or give every rank an input for every module; at stages "
-            "0-2 parameters are unsharded, and ranks may choose for themselves."
+            "Under ZeRO stage 3 ranks may use different layers inside the forward of the model, and in its backward. "
+            "Where a layer is called without the model, a parameter is read, or text is generated, all ranks must use "
+            "the same layers in the same order. At stages 0-2 parameters are unsharded, and ranks may differ."
         )
     else:
         lines.append("Call the same functions of the engine on every rank, in the same order, and step equally often.")

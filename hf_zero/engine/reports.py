@@ -133,9 +133,6 @@ class _WatchedPass(PassEvents):
         if _trains():
             self._reports._forward_starts()
 
-    def end_forward(self) -> None:
-        self._events.end_forward()
-
     def begin_backward(self) -> None:
         self._reports._notify(Event.BACKWARD_STARTS)
         self._events.begin_backward()

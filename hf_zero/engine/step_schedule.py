@@ -51,12 +51,11 @@ class StepSchedule(StepEvents):
         self._comm: Comm = built.comm
         self._captures = CaptureWatch(built.comm.device)
         self._loss_scale = built.loss_scale
-        self._is_sharded = any(unit.on_demand for unit in built.units)
-        overlap, on_arrival = config.zero.overlap_comm, not self._is_sharded
+        overlap, on_arrival = config.zero.overlap_comm, not any(unit.on_demand for unit in built.units)
         self.reducer = GradReducer(built.grads, self._comm, self, overlap=overlap, on_arrival=on_arrival)
         self.param_grads = ParamGrads(self.reducer, self)
         self._weight_edits = WeightEdits(built.units, self.param_grads, self)
-        self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self)
+        self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self, self._comm.all_gather_numbers)
         self._unfreeze = Unfreeze(built, self.params, self)
         self.accumulate_over(accumulation_steps)
 
@@ -118,11 +117,6 @@ class StepSchedule(StepEvents):
         """See StepEvents."""
         self._weight_edits.unit_used(unit, late=late)
 
-    def end_forward(self) -> None:
-        """Check on all ranks that they ran the same forward. See [Note: Matching] in operation_log.py."""
-        if self._is_sharded and not self.params.all_pinned:
-            self._comm.confirm("a forward")
-
     # ---------------------------------------------------------------- backward
     def begin_backward(self) -> None:
         if not self._trains:
@@ -150,6 +144,7 @@ class StepSchedule(StepEvents):
             self.optimizer.gradient_is_final(acc)
 
     def end_backward(self) -> None:
+        self.params.end_gathers()
         with torch.no_grad():
             self.reducer.end_backward(boundary=self.is_boundary())
             self.param_grads.show()

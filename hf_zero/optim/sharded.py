@@ -475,7 +475,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._facts
 
     def _ballot(self, **options: Any) -> StepFacts:
-        return hold_ballot(self._param_grads, self._reducer, self._comm, self._params, self.param_groups, **options)
+        return hold_ballot(self._param_grads, self._reducer, self._comm, self.param_groups, **options)
 
     def _publish(self, *, native_too: bool) -> None:
         """Masters -> parameters: cast, and gather where parameters stay unsharded on ranks that own a part each."""

@@ -1,8 +1,7 @@
 """The agreement of all ranks between the last backward of an accumulation window and the optimizer step.
 
 One all-reduce of step statistics carries it: which gradient accumulators have late gradients on some rank, which
-parameters had a gradient on any rank, the squared norm, whether the ranks used their units in the same order, and
-whether their param groups are the same.
+parameters had a gradient on any rank, the squared norm, and whether their param groups are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from hf_zero.optim.hyperparameters import groups_digest, refuse_different
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.runtime.unshard import OnDemandParams
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
@@ -38,7 +36,6 @@ def hold_ballot(
     param_grads: ParamGrads,
     reducer: GradReducer,
     comm: Comm,
-    params: OnDemandParams,
     param_groups: ParamGroups,
     *,
     closes: bool = True,
@@ -57,14 +54,12 @@ def hold_ballot(
     reducer.reduce_remaining()
     for acc in reducer.accumulators:
         acc.drop_missing()
-    facts = _vote(param_grads, reducer, comm, params, param_groups, purpose)
+    facts = _vote(param_grads, reducer, comm, param_groups, purpose)
     if any(facts.rests):
         reducer.reduce_late_gradients(facts.rests)
-        facts = _vote(param_grads, reducer, comm, params, param_groups, purpose)
+        facts = _vote(param_grads, reducer, comm, param_groups, purpose)
     if not facts.same_changes:
         raise param_grads.unequal(comm.all_gather_object(param_grads.changes, "changes of gradients"))
-    for order, agreed in zip(params.orders.values(), facts.agreed, strict=True):
-        order.agree(agreed)
     if closes and not facts.same_numbers:
         refuse_different(param_groups, comm)
     if closes:
@@ -92,7 +87,6 @@ def _refuse_unused(accumulators: Sequence[GradAccumulator], has_grad: Sequence[S
 @dataclass(frozen=True)
 class _Outcome:
     norm_sq: float
-    agreed: list[bool]  # per order
     same_numbers: bool  # in the param groups
     same_changes: bool  # of gradients by hand
     rests: list[bool]
@@ -103,14 +97,12 @@ def _vote(
     param_grads: ParamGrads,
     reducer: GradReducer,
     comm: Comm,
-    params: OnDemandParams,
     param_groups: ParamGroups,
     purpose: str,
 ) -> _Outcome:
     norms = _on_host([*map(_norms_of_parts, reducer.accumulators)])
     norm_sq = local_norm_sq(reducer.accumulators, norms, comm)
-    orders = params.orders.values()
-    digests = [*(order.digest() for order in orders), groups_digest(param_groups), param_grads.digest(norm_sq)]
+    digests = [groups_digest(param_groups), param_grads.digest(norm_sq)]
     numbers = [len(acc.flat.params) for acc in reducer.accumulators]
     ballot = [0.0, *digests, *(float(acc.has_late_gradients) for acc in reducer.accumulators)]
     for acc, number in zip(reducer.accumulators, numbers, strict=True):
@@ -119,11 +111,10 @@ def _vote(
     values[0] = norm_sq
     by_rank = comm.vote(values, purpose)
     squares, equal, rests, seen = by_rank.split([1, len(digests), len(numbers), sum(numbers)], dim=1)
-    *agreed, same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
+    same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
     there = iter(seen.any(0).tolist())
     return _Outcome(
         norm_sq=float(squares.sum()),
-        agreed=agreed,
         same_numbers=same_numbers,
         same_changes=same_changes,
         rests=rests.any(0).tolist(),

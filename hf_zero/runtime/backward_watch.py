@@ -34,9 +34,6 @@ class PassEvents:
     def begin_forward(self) -> None:
         """A forward of the model starts."""
 
-    def end_forward(self) -> None:
-        """A forward of the model is over, and its result is not used yet."""
-
     def begin_backward(self) -> None:
         """An outermost backward starts."""
 

@@ -43,14 +43,16 @@ from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.nested import map_tensors, tensors_in
 from hf_zero.runtime.outside_access import OutsideReads
 from hf_zero.runtime.param_grads import ParamGrads
-from hf_zero.runtime.unshard import OnDemandParams, Phase
+from hf_zero.runtime.unit_pass import Phase
+from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.shape_only import ShapeOnly
 from hf_zero.sharding.sharded_param import asks_nobody
 from hf_zero.sharding.unit import ShardUnit, UnitKind
 
-# The marks of a sharded module. For the first, transformers runs generate on all ranks in step and every layer of
-# LayerDrop. torch.compile refuses a module with it, unless it has the second.
+# The marks of a sharded model that generates: for the first, transformers runs generate on all ranks in step.
+# torch.compile refuses a module with it, unless it has the second. Other modules have none: transformers would run
+# every layer of LayerDrop there.
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _FLATTEN = "flatten_parameters"
 
@@ -189,15 +191,6 @@ class ModelHooks:
 
         self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True))
 
-    def on_forward_end(self, model: nn.Module, events: PassEvents) -> None:
-        """Tell `events` that the model's forward is over, before its result is used."""
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not in_backward():
-                events.end_forward()
-
-        self._handles.append(model.register_forward_hook(_eager(after)))
-
     def on_state_dict(self, model: nn.Module, events: PassEvents) -> None:
         """Check before `model.state_dict()` that its values are current; give its tensors a storage each.
 
@@ -297,8 +290,13 @@ class ModelHooks:
                 params.before_use(unit, Phase.BACKWARD if inside else Phase.FORWARD)
             if not inside and not scope:
                 scope.append(module)
-                params.begin_forward()
+                params.begin_forward(module)
                 reads.open()
+
+        def finish(module: nn.Module, args: Any, output: Any) -> None:
+            if scope and scope[0] is module and not in_backward():
+                with temporarily_clear_interpreter_stack():
+                    params.end_forward()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward() or not scope or scope[0] is not module:
@@ -319,6 +317,7 @@ class ModelHooks:
 
         for module in root_modules(unit, params.units):
             self._handles.append(module.register_forward_pre_hook(_eager(before), prepend=True))
+            self._handles.append(module.register_forward_hook(_eager(finish)))
             self._handles.append(module.register_forward_hook(_eager(after), always_call=True))
 
 
@@ -374,14 +373,14 @@ class ModelAttachment:
                 module.__dict__[_FLATTEN] = _stay
         if any(unit.on_demand for unit in context.units):
             for module in context.model.modules():
-                module.__dict__.update(dict.fromkeys(_MARKS, True))
+                if hasattr(module, "generate"):
+                    module.__dict__.update(dict.fromkeys(_MARKS, True))
 
     def _hook(self, context: ModelContext) -> None:
         watch, types = self._watch, context.types
         self._hooks.on_state_dict(context.model, self._events)
         self.on_gradients(context.grads)
         self._hooks.on_forward(context.model, self._begin_forward)
-        self._hooks.on_forward_end(context.model, self._events)
         self._hooks.on_model(context.model, watch, types.input_dtype, types.loss_scale)
         if types.autocast is not None:
             self._hooks.on_autocast(context.model, context.device.type, types.autocast)

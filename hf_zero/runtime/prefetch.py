@@ -1,109 +1,28 @@
-"""Predicts which unit comes next, and limits how much is unsharded ahead of its use.
-
-A prefetch is a collective, so every rank must decide it alike: it happens only along an order whose digest all ranks
-have agreed on. Where a pass leaves that order (evaluation of a part, generation), there is no prefetch, no error.
-"""
+"""Limits how much is unsharded ahead of its use, along an order that all ranks share (see use_order.py)."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hf_zero.config.resolved import ZeroSection
-from hf_zero.distributed.digests import digest_of
+from hf_zero.runtime.use_order import NextUse, UseOrder, follow
 from hf_zero.sharding.unit import ShardUnit, UnitKind
 
 _DEFAULT_LIVE = 10**9
-# (unit before, unit) -> unit after: the unit before tells two uses of a shared unit apart
-_Next = dict[tuple[int, int], int]
-
-
-def _follow(following: Mapping[tuple[int, int], int], before: int, here: int, most: int) -> Iterator[int]:
-    """Yield at most `most` units after `here`, nearest first."""
-    for _ in range(most):
-        after = following.get((before, here))
-        if after is None:
-            return
-        yield after
-        before, here = here, after
-
-
-class UseOrder:
-    """Order of use in one direction (forward or backward)."""
-
-    def __init__(self, units: list[ShardUnit]) -> None:
-        self._units = units
-        self._index = {id(unit): i for i, unit in enumerate(units)}
-        self._recording: list[int] = []
-        self._recorded: list[int] = []
-        self._agreed: tuple[int, ...] = ()
-        self._next: _Next = {}
-        self._last = -1
-
-    def begin(self) -> None:
-        """A pass starts."""
-        if self._recording:
-            self._recorded = self._recording
-        self._recording = []
-        self._last = -1
-
-    def note(self, unit: ShardUnit) -> bool:
-        """`unit` is used now. False if it is the one noted last: another output of it, or its recomputation."""
-        index = self._index[id(unit)]
-        if self._recording and self._recording[-1] == index:
-            return False
-        self._last = self._recording[-1] if self._recording else -1
-        self._recording.append(index)
-        return True
-
-    def upcoming(self) -> Iterator[ShardUnit]:
-        """Yield the units that follow the one noted last, nearest first."""
-        if not self._recording:
-            return
-        for index in _follow(self._next, self._last, self._recording[-1], len(self._agreed)):
-            yield self._units[index]
-
-    def reaches_its_end(self, last: ShardUnit | None) -> bool:
-        """Whether `upcoming`, which gave `last` last (None: nothing), stopped because the agreed order ends there."""
-        if not self._agreed or not self._recording:
-            return False
-        return (self._recording[-1] if last is None else self._index[id(last)]) == self._agreed[-1]
-
-    def whole_pass(self) -> Iterator[ShardUnit]:
-        """All uses of the agreed order."""
-        return (self._units[i] for i in self._agreed)
-
-    def digest(self) -> float:
-        """An integer, of the last complete pass; travels in the vote of a step."""
-        return digest_of(repr(self._recorded).encode())
-
-    def agree(self, all_ranks_equal: bool) -> None:
-        """Take the last pass as the order to prefetch along, if every rank recorded the same."""
-        order = tuple(self._recorded) if all_ranks_equal else ()
-        if order == self._agreed:
-            return
-        self._agreed = order
-        self._next = {}
-        for before, here, after in zip((-1, *order), order, order[1:], strict=False):
-            self._next[(before, here)] = after
-
-    def forget(self) -> None:
-        """Ranks were broken off at different places: nothing is recorded, and there is no prefetch until a vote."""
-        self._recording, self._recorded = [], []
-        self._agreed, self._next, self._last = (), {}, -1
 
 
 class RepeatedUse:
     """The order of units learned across repeated forwards without gradients (decoding, token by token).
 
-    After the last layer of a token comes the first layer of the next one. No ballot is needed: every use here is a
-    gather, so ranks whose uses differ would have failed at the gather already.
+    After the last layer of a token comes the first layer of the next one. The ranks agree on nothing: every use here
+    is a gather, so ranks whose uses differ would have failed at the gather already.
     """
 
     def __init__(self) -> None:
         self._units: dict[int, ShardUnit] = {}
-        self._next: _Next = {}
+        self._next: NextUse = {}
         self._before = self._here = -1
 
     def note(self, unit: ShardUnit) -> None:
@@ -114,7 +33,7 @@ class RepeatedUse:
 
     def upcoming(self) -> Iterator[ShardUnit]:
         """Yield the units that followed the last times, nearest first."""
-        for key in _follow(self._next, self._before, self._here, len(self._units)):
+        for key in follow(self._next, self._before, self._here, len(self._units)):
             yield self._units[key]
 
 

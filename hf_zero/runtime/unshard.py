@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import enum
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
 import torch
 
 from hf_zero.native.block_pool import Demand
-from hf_zero.runtime.prefetch import GatheredAhead, PrefetchLimits, RepeatedUse, UseOrder
+from hf_zero.runtime.prefetch import GatheredAhead, PrefetchLimits, RepeatedUse
 from hf_zero.runtime.step_events import StepEvents
+from hf_zero.runtime.unit_pass import Ask, Phase, UnitPass
+from hf_zero.runtime.use_order import Mark, UseOrder
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.unit import ShardUnit, UnitKind, UnitState
 
 # A shard on a slow medium is read further ahead, into staging memory; the pool says how far that goes.
 _MAX_READS_AHEAD = 4
-
-
-class Phase(enum.Enum):
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 class LiveUnits:
@@ -93,7 +89,11 @@ class OnDemandParams:
         `reshard_all`, a pinned one until the end of the block that pinned it, or a step, which changes its values.
       - What is unsharded and not in use (prefetched or kept) stays within `stage3_max_live_parameters`, but for the
         next unit where the limits admit it.
-      - What is gathered, kept and resharded when depends on nothing but the order of uses, which is that of all ranks.
+      - What is gathered, kept and resharded when depends on nothing but an order of uses that is that of all ranks:
+        [Note: Ranks that use different units] in unit_pass.py.
+
+    Args:
+        ask: Gives numbers of all ranks, see Comm.all_gather_numbers.
     """
 
     def __init__(
@@ -101,13 +101,18 @@ class OnDemandParams:
         units: list[ShardUnit],
         limits: PrefetchLimits,
         events: StepEvents,
+        ask: Ask,
     ) -> None:
         self.units = [unit for unit in units if unit.on_demand]
         self._events = events
+        self._ask = ask
         self._open_uses: collections.Counter[int] = collections.Counter()  # forward uses that no backward has met
         self._forward_trains = False
         self._last_in_backward: ShardUnit | None = None
-        self.orders = {phase: UseOrder(self.units) for phase in Phase}
+        self.orders: dict[Hashable, UseOrder] = {}  # by the kind of pass
+        self._trained: Hashable = None  # the module whose forward backward goes through
+        self._passes: list[UnitPass] = []  # under way, the innermost last: a backward may run inside a forward
+        self._forwards_were_even = True  # all ranks used the same units in those that backward goes through
         self._limits = limits
         self._held: set[int] = set()
         self._open_forwards: set[object] = set()  # those with gradients that no backward has come to since the step
@@ -118,7 +123,6 @@ class OnDemandParams:
         self._window = GatheredAhead()
         self.builds_graph = False  # this backward makes a graph of gradients: [Note: Double backward] in hooks.py
         self._graph_alive = False  # an earlier one did, and its graph may still be walked
-        self._phase: Phase | None = None  # the pass of the training that is under way
         self.live = LiveUnits()
         for unit in self.units:  # by the engine that this one replaces
             if unit.state is not UnitState.SHARDED:
@@ -135,14 +139,38 @@ class OnDemandParams:
         if not trains and (self._stream is not None or self._stays_unsharded(unit)):
             self._use_again(unit)
             return
-        layer = unit.kind is UnitKind.LAYER
-        left = self._note(unit, phase) if layer else None
         with torch.no_grad():
+            if unit.kind is not UnitKind.LAYER or not self._passes:
+                self.unshard(unit)
+                return
+            under_way = self._passes[-1]
+            under_way.before_use(unit)
+            order = under_way.order
+            if not order.is_used_again(unit):
+                order.note(Mark.USED, unit)
+            left = self._note(unit, under_way)
             self.unshard(unit)
-            if layer:
-                self._prefetch(unit, self.orders[phase])
+            if under_way.follows_order:
+                self._prefetch(unit, order)
             if left is not None:
-                self._events.unit_left(left)
+                order.note(Mark.REDUCED, left)
+                if under_way.follows_order:
+                    self.reduce(left)
+
+    def follow(self, unit: ShardUnit) -> None:
+        """See UnitActions."""
+        order = self._passes[-1].order
+        order.advance(unit)
+        self.unshard(unit)
+        self._prefetch(unit, order)
+
+    def reduce(self, unit: ShardUnit) -> None:
+        """See UnitActions."""
+        self._events.unit_left(unit)
+
+    def has_open_use(self, unit: ShardUnit) -> bool:
+        """See UnitActions."""
+        return self._open_uses[id(unit)] > 0
 
     @property
     def flats(self) -> list[FlatParam]:
@@ -171,16 +199,16 @@ class OnDemandParams:
         self._window.clear()  # the order may have been learned meanwhile
         self._prefetch(unit, self._stream, max_units=1)
 
-    def _note(self, unit: ShardUnit, phase: Phase) -> ShardUnit | None:
+    def _note(self, unit: ShardUnit, under_way: UnitPass) -> ShardUnit | None:
         """Record the use; return the unit that backward has left for good with it, if any."""
-        if not self.orders[phase].note(unit):
+        if not under_way.order.advance(unit):
             return None
-        if phase is Phase.FORWARD:
+        if under_way.phase is Phase.FORWARD:
             self._open_uses[id(unit)] += self._forward_trains
             return None
         self._open_uses[id(unit)] -= 1
         before, self._last_in_backward = self._last_in_backward, unit
-        return before if before is not None and self._open_uses[id(before)] <= 0 else None
+        return before if before is not None and not self.has_open_use(before) else None
 
     def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None:
         """Unshard `unit`, or start to. All ranks must call, in the same order."""
@@ -284,8 +312,11 @@ class OnDemandParams:
     def after_use(self, unit: ShardUnit) -> None:
         if self.stays_for_backward(unit) or self.builds_graph or self._graph_alive or unit.state is UnitState.KEPT:
             return
+        under_way = self._passes[-1] if self._passes else None
+        if under_way is not None and unit.kind is UnitKind.LAYER and under_way.order.is_in_use(unit):
+            under_way.order.note(Mark.LEFT, unit)
         if unit.on_demand and unit.state is UnitState.UNSHARDED:
-            self._events.unit_used(unit, late=self._phase is Phase.BACKWARD)
+            self._events.unit_used(unit, late=under_way is not None and under_way.phase is Phase.BACKWARD)
         room = unit.state is UnitState.UNSHARDED and self.live.idle_numel + unit.numel <= self._limits.live
         if room and self._is_needed_soon(unit):
             unit.keep()
@@ -307,43 +338,79 @@ class OnDemandParams:
         return False
 
     def _still_to_come(self) -> Iterator[ShardUnit]:
-        """The uses that follow, along the agreed orders, up to the end of backward."""
-        if self._phase is None:
+        """The uses that follow, along the shared orders, up to the end of backward."""
+        if not self._passes or not self._passes[-1].follows_order:
             return
+        under_way = self._passes[-1]
         last = None
-        for unit in self.orders[self._phase].upcoming():
+        for unit in under_way.order.upcoming():
             yield unit
             last = unit
-        trains = self._phase is Phase.FORWARD and self._forward_trains
-        if trains and self.orders[Phase.FORWARD].reaches_its_end(last):
-            yield from self.orders[Phase.BACKWARD].whole_pass()
+        trains = under_way.phase is Phase.FORWARD and self._forward_trains
+        if trains and under_way.order.reaches_its_end(last):
+            yield from self._order(Phase.BACKWARD, self._trained).whole_pass()
 
-    def begin_forward(self) -> None:
-        if self._stream is not None and not torch.is_grad_enabled():
-            return  # a step votes on the order of the training's forwards
-        self._phase = Phase.FORWARD
+    def _order(self, *kind: Hashable) -> UseOrder:
+        return self.orders.setdefault(kind, UseOrder(self.units))
+
+    def _begin(self, phase: Phase, *kind: Hashable) -> None:
+        """A pass begins, unless everything is unsharded to the end of a block: then no rank needs another."""
+        if not self.all_pinned:
+            order, even = self._order(phase, *kind), self._forwards_were_even
+            self._passes.append(UnitPass(phase, order, self.units, self, self._ask, is_like_the_last=even))
+
+    def begin_forward(self, module: Hashable = None) -> None:
+        """A forward of `module` begins, which no other one contains. All ranks must call."""
+        self._passes.clear()  # of a forward that was left by an exception
+        trains = torch.is_grad_enabled()
+        if self._stream is not None and not trains:
+            return  # the order of what is repeated is learned apart
         self._window.clear()
         for unit in self.live.kept:  # of a forward whose backward has not come yet, and may never
             self.reshard(unit)
-        self.orders[Phase.FORWARD].begin()
-        self._forward_trains = torch.is_grad_enabled()
+        self._forward_trains = trains
+        if trains:
+            self._trained = module
+        self._begin(Phase.FORWARD, module, trains)
+
+    def end_forward(self) -> None:
+        """The forward that has begun is over. Ranks whose forward needs other units are waited for. All ranks must
+        call."""
+        if not self._end_pass(Phase.FORWARD):
+            self._forwards_were_even = False
+            for unit in self.live.kept:  # on this rank: another one may have others
+                self.reshard(unit)
+
+    def _end_pass(self, phase: Phase) -> bool:
+        """Whether all ranks used the same units in the pass."""
+        if not self._passes or self._passes[-1].phase is not phase:
+            return True
+        with torch.no_grad():
+            even = self._passes[-1].end()
+        self._passes.pop()
+        return even
 
     def begin_backward(self) -> None:
         """All ranks must call. The root unit may have been resharded by the end of another backward."""
         self._all_used(late=False)
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        self.orders[Phase.BACKWARD].begin()
-        self._phase = Phase.BACKWARD
+        self._passes = [one for one in self._passes if one.phase is Phase.FORWARD]  # the last one may have failed
+        self._begin(Phase.BACKWARD, self._trained)
         self._window.clear()
         self.builds_graph = False
         self._last_in_backward = None
         roots = [unit for unit in self.units if unit.kind is UnitKind.ROOT]
         for unit in (*roots, *self._in_graphs.values()):
-            with torch.no_grad():
-                self.unshard(unit)
+            if unit.state is UnitState.SHARDED:
+                self.before_use(unit, Phase.BACKWARD)
             self.hold(unit)
 
+    def end_gathers(self) -> None:
+        """Backward needs no unit any more on this rank. All ranks must call, before the last reduces."""
+        self._end_pass(Phase.BACKWARD)
+
     def end_backward(self) -> None:
+        self._forwards_were_even = True
         self._graph_alive = self.builds_graph
         if not self.builds_graph:
             self._all_used(late=True)
@@ -366,10 +433,10 @@ class OnDemandParams:
 
     def reshard_all(self) -> None:
         """Reshard everything at the end of a step, or of all: nothing is in use any more."""
+        self._passes.clear()
         self._reshard_all_but(frozenset())
 
     def _reshard_all_but(self, kept: AbstractSet[int]) -> None:
-        self._phase = None
         self._held.clear()
         self.builds_graph = self._graph_alive = False
         for unit in self.units:
@@ -382,7 +449,8 @@ class OnDemandParams:
         self._open_forwards.clear()
         self._in_graphs.clear()
         self._open_uses.clear()
-        self._phase = None
+        self._passes.clear()
+        self._forwards_were_even = True
         self._stream = self._last_in_backward = None
         self.builds_graph = self._graph_alive = False
         for order in self.orders.values():

@@ -59,7 +59,6 @@ class FlatParam:
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
     rank: int  # the one whose shard this process holds; 0 where every rank holds everything
-    buckets: Sequence[torch.Tensor]  # of `full`, 1-D: one all-gather each
     slices: dict[str, Slice]  # what this rank owns, by parameter name; without those of which it owns nothing
 
     def __init__(
@@ -180,8 +179,8 @@ class FlatParam:
     def _set_full(self, full: torch.Tensor) -> None:
         self.full, self.storage, self.in_graphs = full, full.untyped_storage(), 0
         self._views = [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
-        self.buckets = full.split([numel for _, numel in self.layout.buckets()])
-        self._own_uses = 2 + len(self._views) + len(self.buckets)  # and those of `full` and `storage`
+        self._buckets = self._split(full)
+        self._own_uses = 2 + len(self._views) + len(self._buckets)  # and those of `full` and `storage`
 
     def _set_shards(self, values: Shard | None) -> None:
         """Make shard and master, with these values or zeros."""
@@ -240,17 +239,25 @@ class FlatParam:
         """Whether the shard, or its update, is elsewhere than on the device."""
         return self.placement.master is not self.placement.param or not self.placement.param.is_on_device
 
-    def parts_on_device(self) -> list[torch.Tensor]:
-        """This rank's part of every bucket, on the compute device; valid until `use_gathered`."""
+    def buckets_of(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the buckets of an unsharded tensor: one all-gather each."""
+        return self._buckets if full is self.full else self._split(full)
+
+    def _split(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
+        buckets: Sequence[torch.Tensor] = full.split([numel for _, numel in self.layout.buckets()])
+        return buckets
+
+    def parts_on_device(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's part of every bucket of `full`, on the compute device; valid until `use_gathered`."""
         shard = self.shard.in_memory
         if shard is None or self.update is not None:
             with self._reading():
                 shard, self._borrowed = self.shard.borrow()
         shard.check_here()
-        if shard.memory.device == self.full.device:
+        if shard.memory.device == full.device:
             return shard.parts
         # Straight into this rank's place in the full tensor: from there the all-gather takes it.
-        places = ShardTensor(self.layout, self.rank, self.full, in_full=True).parts
+        places = ShardTensor(self.layout, self.rank, full, in_full=True).parts
         self._copied = shard.copy_parts_to(places)
         return places
 
@@ -441,5 +448,5 @@ class FlatParam:
         # An engine that another one replaces still knows this object, and must not keep its memory.
         self.full = self.full.new_empty(0)
         self.storage = self.full.untyped_storage()
-        self._views, self._bound, self.buckets, self.master = [], [], [], None
+        self._views, self._bound, self._buckets, self.master = [], [], [], None
         del self.shard

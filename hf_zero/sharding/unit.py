@@ -81,6 +81,14 @@ class ShardUnit:
         self._gathers = _start_gathers(self.name, self.flats)
         self.state = UnitState.UNSHARDING
 
+    def join_gather(self) -> None:
+        """Give this rank's shards to a gather that other ranks need, and drop what comes. All ranks must call this or
+        `unshard`."""
+        for pending in _start_gathers(self.name, self.flats, drops=True):
+            pending.wait()
+        for flat in self.flats:
+            flat.drop_gather()
+
     def wait_for_unshard(self) -> None:
         self._expect(UnitState.UNSHARDING)
         for pending in self._gathers:
@@ -119,20 +127,22 @@ class ShardUnit:
             raise AssertionError(f"unit {self.name} is {self.state.value}, expected {state.value}")
 
 
-def _start_gathers(name: str, flats: Sequence[FlatParam]) -> list[Pending]:
+def _start_gathers(name: str, flats: Sequence[FlatParam], *, drops: bool = False) -> list[Pending]:
     """Start an all-gather per bucket, all of them as one operation where the backend can.
 
-    All ranks must call, in the same order.
+    `drops`: This rank does not use what comes. All ranks must call, in the same order.
     """
     gathers = []
     for flat in flats:
-        flat.allocate()
+        if not drops:
+            flat.allocate()
     # An operation waits for what is on the stream that starts it.
     from_host = next((flat for flat in flats if flat.on_demand and flat.is_offloaded), None)
     stream = contextlib.nullcontext() if from_host is None else from_host.on_copy_stream()
     with stream, flats[0].comm.coalesced(name, in_background=True):
         for flat in flats:
-            for bucket, part in zip(flat.buckets, flat.parts_on_device(), strict=True):
+            full = torch.empty_like(flat.full) if drops else flat.full
+            for bucket, part in zip(flat.buckets_of(full), flat.parts_on_device(full), strict=True):
                 if flat.placement.broadcasts and not flat.on_demand:
                     gathers += _start_broadcasts(flat, bucket, part)
                 else:

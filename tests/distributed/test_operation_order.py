@@ -1,13 +1,11 @@
 """Ranks that use different units of equal size: never another unit's weights or gradients, at any stage.
 
-At stages 1 and 2 parameters are unsharded, so the result is that of one process. At stage 3 it is that, where all
-ranks happen to use the same units, or DivergenceError on every rank: then no loss that a rank got is wrong, and no
-weight has changed.
+In the forward of the model and its backward the result is that of one process. Layers that are called without the
+model end in DivergenceError on every rank where they differ.
 """
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 import random
@@ -24,7 +22,6 @@ from hf_zero.distributed import comm as comm_module
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.operation_log import OperationCheck, OperationLog, difference_of
 from hf_zero.distributed.timeouts import TIMEOUTS
-from hf_zero.engine import recovery
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import DivergenceError, StateError
 from tests.harness.ranks import RankFailure, run_ranks
@@ -70,9 +67,8 @@ def batch(case: int, rank: int) -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def choices(random_: random.Random, world: int) -> list[Choice]:
+def choices(random_: random.Random, base: Choice, world: int) -> list[Choice]:
     """Choose what every rank runs: the same, or nearly the same, or anything."""
-    base = [random_.randrange(BLOCKS) for _ in range(random_.randint(1, 5))]
     how = random_.choice(["same", "same", "near", "near", "anything"])
     by_rank = []
     for _ in range(world):
@@ -104,27 +100,25 @@ def start(stage: int, zero: dict[str, Any]) -> ZeroEngine:
     return hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), config=config)[0]
 
 
-def run_cases(stage: int, zero: dict[str, Any], seed: int, count: int) -> dict[str, int]:
-    """Run cases, and return how they ended. All ranks must see the same end of each."""
-    TIMEOUTS.stalled = TIMEOUTS.first_look = TIMEOUTS.look_every = 0.02
+def run_cases(stage: int, zero: dict[str, Any], seed: int, count: int) -> int:
+    """Run cases; return how often ranks left the order that all had in the pass before."""
     engine, plain = start(stage, zero), build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-    ends: dict[str, int] = collections.Counter()
     random_ = random.Random(seed)
+    base, departures = [0], 0
     for case in range(count):
-        by_rank, trains = choices(random_, engine.world_size), random_.random() < 0.7
+        if case % 5 == 0:  # as in another engine, ranks know no order, and take the next one for that of all passes
+            engine.params.orders.clear()
+            base = [random_.randrange(BLOCKS) for _ in range(random_.randint(1, 5))]
+        by_rank, trains = choices(random_, base, engine.world_size), random_.random() < 0.7
+        shared = [order for order in engine.params.orders.values() if order.is_shared]
         try:
-            end = _run_case(engine, plain, case, by_rank, trains)
+            _run_case(engine, plain, case, by_rank, trains)
         except BaseException as error:
-            error.add_note(f"case {case}, {'training' if trains else 'evaluation'}, {by_rank}; before: {ends}")
+            error.add_note(f"case {case}, {'training' if trains else 'evaluation'}, {by_rank}")
             raise
-        everyone: list[Any] = [None] * engine.world_size
-        dist.all_gather_object(everyone, end)
-        assert len(set(everyone)) == 1, f"case {case}, {by_rank}: {everyone}"
-        ends[end] += 1
-        if end == "diverged":
-            recovery.recover()
-        elif trains:
+        departures += any(order.differs for order in shared)
+        if trains:
             losses = [plain(batch(case, rank), choice) for rank, choice in enumerate(by_rank)]
             torch.stack(losses).mean().backward()
             optimizer.step()
@@ -132,28 +126,22 @@ def run_cases(stage: int, zero: dict[str, Any], seed: int, count: int) -> dict[s
         weights = engine.full_state_dict(keep=True)
         assert weights is not None
         apart = {name: (weights[name] - value).abs().max().item() for name, value in plain.state_dict().items()}
-        assert all(difference <= 1e-9 for difference in apart.values()), f"case {case}: {apart}"
+        assert all(difference <= 1e-9 for difference in apart.values()), f"case {case}, {by_rank}: {apart}"
     moved = [not torch.equal(new, old) for new, old in zip(plain.parameters(), build().parameters(), strict=True)]
     assert all(moved), "the reference has not trained"
-    return ends
+    return departures
 
 
-def _run_case(engine: ZeroEngine, plain: Chooser, case: int, by_rank: list[Choice], trains: bool) -> str:
+def _run_case(engine: ZeroEngine, plain: Chooser, case: int, by_rank: list[Choice], trains: bool) -> None:
     mine = by_rank[engine.rank]
-    try:
-        with torch.set_grad_enabled(trains):
-            loss = engine(batch(case, engine.rank), mine)
-        with torch.no_grad():
-            want = plain(batch(case, engine.rank), mine)
-        torch.testing.assert_close(loss.detach(), want, rtol=1e-9, atol=1e-9, msg=f"loss of case {case}, {by_rank}")
-        if trains:
-            engine.backward(loss)
-            engine.step()
-        engine.comm.barrier("the end of a case")  # after a forward alone nothing else may follow
-    except DivergenceError as error:
-        assert "different collective operations" in str(error), error
-        return "diverged"
-    return "equal"
+    with torch.set_grad_enabled(trains):
+        loss = engine(batch(case, engine.rank), mine)
+    with torch.no_grad():
+        want = plain(batch(case, engine.rank), mine)
+    torch.testing.assert_close(loss.detach(), want, rtol=1e-9, atol=1e-9, msg=f"loss of case {case}, {by_rank}")
+    if trains:
+        engine.backward(loss)
+        engine.step()
 
 
 PREFETCH = {"stage3_prefetch_bucket_size": 10**6}
@@ -174,9 +162,8 @@ SETTINGS: list[tuple[int, dict[str, Any], dict[int, int]]] = [
 def test_another_unit_is_never_taken_for_the_one_that_is_used(setting: int, world: int, part: float) -> None:
     stage, zero, counts = SETTINGS[setting]
     count = int(part * counts[world])
-    ends = run_ranks(run_cases, world, stage, zero, 100 * setting + world, count, timeout=240)[0]
-    assert ends["equal"] >= count // 5
-    assert ends["diverged"] >= count // 5 if stage == 3 else ends["equal"] == count
+    departures = run_ranks(run_cases, world, stage, zero, 100 * setting + world, count, timeout=240)
+    assert min(departures) >= (count // 12 if stage == 3 else 0)
 
 
 def call_again_and_again(checkpoint: bool | None) -> tuple[float, float]:
@@ -208,19 +195,20 @@ def test_a_block_is_called_on_its_own_output(checkpoint: bool | None) -> None:
         assert apart < 1e-12 and moved > 1e-3
 
 
-def use_other_blocks() -> None:
+def call_other_blocks() -> None:
     engine = start(3, RELEASES)
-    engine.backward(engine(batch(0, engine.rank), [0, 1 + engine.rank, 3]))
-    engine.step()
+    x = batch(0, engine.rank)
+    for index in (0, 1 + engine.rank, 3):
+        x = engine.module.blocks[index](x)
 
 
 def test_the_error_names_what_each_rank_used() -> None:
-    for failure in run_ranks(use_other_blocks, 2, expect_error=True):
+    for failure in run_ranks(call_other_blocks, 2, expect_error=True):
         assert isinstance(failure, RankFailure) and isinstance(failure.exception, DivergenceError), failure
         text = failure.message
         assert "rank 0: all_gather blocks.1/float64" in text and "rank 1: all_gather blocks.2/float64" in text
         assert "All of them had come to: all_gather blocks.0/float64" in text
-        assert "same modules in the same order" in text and "stages 0-2" in text
+        assert "same layers in the same order" in text and "stages 0-2" in text
 
 
 def step_on_one_rank() -> None:
@@ -240,7 +228,7 @@ def test_other_calls_of_the_engine() -> None:
 
 
 # ---------------------------------------------------------------- other backends match by order alone
-def on_another_backend(other_blocks: bool) -> tuple[float, dict[str, Any]]:
+def on_another_backend_start() -> ZeroEngine:
     """Run on gloo under another name: the engine calls what it would call on NCCL, where a tag does not exist."""
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -250,6 +238,11 @@ def on_another_backend(other_blocks: bool) -> tuple[float, dict[str, Any]]:
     comm_module.backend_for = lambda device: "by_order"  # type: ignore[attr-defined]
     engine = start(3, RELEASES)
     assert engine.comm.backend == "by_order"
+    return engine
+
+
+def on_another_backend(other_blocks: bool) -> tuple[float, dict[str, Any]]:
+    engine = on_another_backend_start()
     choice = [0, 1 + engine.rank * other_blocks, 3]
     for case in range(2):
         loss = engine(batch(case, engine.rank), choice)
@@ -260,12 +253,13 @@ def on_another_backend(other_blocks: bool) -> tuple[float, dict[str, Any]]:
     return loss.item(), weights
 
 
-def test_a_backend_without_tags_trains_alike() -> None:
-    results = run_ranks(on_another_backend, 2, False)
+@pytest.mark.parametrize("other_blocks", [False, True])
+def test_a_backend_without_tags_trains_alike(other_blocks: bool) -> None:
+    results = run_ranks(on_another_backend, 2, other_blocks)
     plain = build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for case in range(2):
-        losses = [plain(batch(case, rank), [0, 1, 3]) for rank in range(2)]
+        losses = [plain(batch(case, rank), [0, 1 + rank * other_blocks, 3]) for rank in range(2)]
         torch.stack(losses).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -275,11 +269,19 @@ def test_a_backend_without_tags_trains_alike() -> None:
             torch.testing.assert_close(weights[name], value)
 
 
+def call_other_blocks_on_another_backend() -> None:
+    """The gathers of different blocks have one size: the ranks get each other's weights, and an error after that."""
+    engine = on_another_backend_start()
+    engine.module.blocks[1 + engine.rank](batch(0, engine.rank))
+    engine(batch(0, engine.rank), [0])
+    raise AssertionError("a loss came out")
+
+
 def test_without_tags_no_loss_leaves_a_forward_with_other_weights() -> None:
-    for failure in run_ranks(on_another_backend, 2, True, expect_error=True):
+    for failure in run_ranks(call_other_blocks_on_another_backend, 2, expect_error=True):
         assert failure.kind == "DivergenceError", failure
         assert "blocks.1" in failure.message and "blocks.2" in failure.message
-        assert "end_forward" in failure.traceback
+        assert "end_forward" in failure.traceback or "before_use" in failure.traceback
 
 
 # ---------------------------------------------------------------- numbers of the optimizer

@@ -223,7 +223,7 @@ def rootless(stage: int, loop: bool) -> tuple[list[float], dict[str, torch.Tenso
     return (
         losses,
         engine.full_state_dict(keep=True),
-        sum(1 for order in engine.params.orders.values() if order._agreed),
+        sum(order.is_shared for order in engine.params.orders.values()),
     )
 
 

@@ -7,7 +7,6 @@ import copy
 import functools
 import io
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.errors import ConfigError, DivergenceError, StateError, ZeroError
+from hf_zero.errors import ConfigError, DivergenceError, StateError
 from tests.harness import models
 from tests.harness.ranks import RankFailure, run_ranks
 from tests.harness.reference import Case
@@ -355,33 +354,6 @@ def test_different_models_on_ranks_raise_on_all() -> None:
     for outcome in run_ranks(different_models, 2, expect_error=True):
         assert isinstance(outcome, RankFailure) and isinstance(outcome.exception, DivergenceError)
         assert "layers.1" in outcome.message and "rank 1" in outcome.message
-
-
-def skip_a_layer(stage: int) -> float:
-    engine = start(CASE, Options(stage, config=(("desync_timeout", 3),)))
-    if engine.rank == 1:
-        engine.module.layers = nn.ModuleList([engine.module.layers[0], engine.module.layers[2], nn.Identity()])
-        engine.module.layers[2].forward = lambda x, use_gain: x
-    started = time.monotonic()
-    try:
-        micro_step(engine, CASE, 0, 0, Options(stage))
-    except ZeroError:
-        assert time.monotonic() - started < 10
-        raise
-    return 0.0
-
-
-@pytest.mark.slow
-def test_ranks_that_use_other_layers_get_an_error_instead_of_a_hang() -> None:
-    outcomes = run_ranks(skip_a_layer, 2, 3, expect_error=True, timeout=40)
-    assert all(isinstance(outcome, RankFailure) for outcome in outcomes)
-    texts = [outcome.message for outcome in outcomes if isinstance(outcome.exception, DivergenceError)]
-    assert texts and all("all_gather layers." in text for text in texts), outcomes
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_ranks_may_use_other_layers_where_parameters_are_whole(stage: int) -> None:
-    assert run_ranks(skip_a_layer, 2, stage) == [0.0, 0.0]
 
 
 def save_on_one_rank() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,9 @@ from hf_zero.runtime.hooks import ModelHooks
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.step_events import StepEvents
+from hf_zero.runtime.unit_pass import Phase
 from hf_zero.runtime.unit_specs import BuildSettings, flat_param_specs, torch_dtype
-from hf_zero.runtime.unshard import OnDemandParams, Phase
+from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.unit import ShardUnit, UnitKind
 
@@ -78,7 +79,7 @@ class _Recorder(OnDemandParams, PassEvents):
     """Records the calls it gets, and leaves every unit unsharded."""
 
     def __init__(self, units: list[ShardUnit], tracker: StorageTracker) -> None:
-        super().__init__(units, PrefetchLimits(0, 0), StepEvents())
+        super().__init__(units, PrefetchLimits(0, 0), StepEvents(), lambda values, what: [list(values)])
         self.events: list[Event] = []
         self._tracker = tracker
         self._arriving = {
@@ -119,8 +120,11 @@ class _Recorder(OnDemandParams, PassEvents):
     def hold(self, unit: ShardUnit) -> None:
         self.record("hold", unit)
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, module: Hashable = None) -> None:
         self.record("begin_forward")
+
+    def end_forward(self) -> None:
+        self.record("end_forward")
 
     def reshard_idle(self) -> None:
         self.record("reshard_idle")

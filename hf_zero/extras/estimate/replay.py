@@ -16,7 +16,8 @@ from hf_zero.runtime.build import BuiltUnits
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.step_events import StepEvents
-from hf_zero.runtime.unshard import OnDemandParams, Phase
+from hf_zero.runtime.unit_pass import Phase
+from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.unit import ShardUnit, UnitKind
 
 # Steps to replay. Prefetching follows the order of the pass before the last one. Where nothing is gathered, the second
@@ -45,7 +46,7 @@ class PlannedStep(StepEvents):
         self.is_last = True  # the micro-batch before the update
         on_arrival = not any(unit.on_demand for unit in built.units)
         self.reducer = GradReducer(built.grads, comm, self, overlap=config.zero.overlap_comm, on_arrival=on_arrival)
-        self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self)
+        self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self, comm.all_gather_numbers)
 
     def is_boundary(self) -> bool:
         """See StepEvents."""
@@ -101,8 +102,6 @@ def replay(
                 watch.computing(event.peak)
                 watch.handling(functools.partial(acting.do, event), event.live)
         watch.handling(step.reducer.reduce_remaining, 0)
-        for order in step.params.orders.values():
-            order.agree(True)
         step.reducer.clear()
         step.params.end_step()
     return watch.most
@@ -123,6 +122,7 @@ class _Acting:
         if event.call == "gradient":
             self._gradient(event)
         elif event.call == "end_backward":
+            self._step.params.end_gathers()
             self._step.reducer.end_backward(boundary=self._step.is_last)
             self._step.params.end_backward()
         elif event.unit:
@@ -132,7 +132,7 @@ class _Acting:
             arguments = (unit,) if event.phase is None else (unit, event.phase)
             with torch.enable_grad():
                 getattr(self._step.params, event.call)(*arguments)
-        elif event.call in ("begin_forward", "begin_backward", "reshard_idle"):
+        elif event.call in ("begin_forward", "end_forward", "begin_backward", "reshard_idle"):
             with torch.enable_grad():
                 getattr(self._step.params, event.call)()
 
@@ -163,7 +163,7 @@ def _plain_events(built: BuiltUnits) -> list[Event]:
     events = [event("before_use", root.name, Phase.FORWARD), event("begin_forward")]
     for layer in layers:
         events += [event("before_use", layer.name, Phase.FORWARD), event("after_use", layer.name)]
-    events += [event("reshard_idle"), event("hold", root.name), event("begin_backward")]
+    events += [event("end_forward"), event("reshard_idle"), event("hold", root.name), event("begin_backward")]
     late = [gradients(unit.name) for unit in (root, *others)]
     for mine in late:  # the head's comes first, and with it the memory of the flat parameter; the embedding's last
         events += mine[-1:]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parts import EnginePart
 from hf_zero.engine.replace import replace_engines
-from hf_zero.engine.reports import Watcher
 from hf_zero.errors import StateError
 from hf_zero.hf.models.generation import install_generate
 from hf_zero.hf.models.peft_layers import install_peft
@@ -22,8 +20,6 @@ from hf_zero.hf.models.saving import install_save_pretrained
 from hf_zero.hf.patching import replace_method
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.unit import ShardUnit
-
-logger = logging.getLogger(__name__)
 
 _RESIZE = "resize_token_embeddings"
 
@@ -33,13 +29,6 @@ class ModelPart(EnginePart):
 
     engine: ZeroEngine
 
-    def start(self) -> Sequence[Watcher]:
-        engine = self.engine
-        if engine.is_sharded and engine.trains and engine.run_comm.rank == 0:
-            for line in layerdrop_lines(engine.module):
-                logger.warning(line)
-        return ()
-
     def attach(self) -> None:
         model = self.engine.module
         if "peft" not in sys.modules and not any(hasattr(module, "save_pretrained") for module in model.modules()):
@@ -47,26 +36,6 @@ class ModelPart(EnginePart):
         install_peft(self.engine)
         if self.engine.is_sharded:
             _install(self.engine)
-
-
-def layerdrop_lines(model: nn.Module) -> list[str]:
-    """Return lines that say what becomes of LayerDrop, by which transformers leaves layers out, in a sharded model."""
-    lines = []
-    outermost: dict[int, PreTrainedModel] = {}  # by its configuration, which parts of it share
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            outermost.setdefault(id(module.config), module)
-    for module in outermost.values():
-        in_step = "is_fsdp_managed_module" in vars(sys.modules[type(module).__module__])
-        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-            if rate := getattr(module.config, name, None):
-                effect = (
-                    "has no effect at stage 3: transformers runs every layer where parameters are sharded"
-                    if in_step
-                    else "ends in a DivergenceError at stage 3 when ranks leave out different layers"
-                )
-                lines.append(f"{type(module).__name__}: {name}={rate} {effect}. Set it to 0, or use stage 2.")
-    return lines
 
 
 def _install(engine: ZeroEngine) -> None:
