@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,18 @@ class CommCount:
     calls: int = 0
     numel: int = 0  # elements of the full (unsharded) side
     nbytes: int = 0
+
+
+class SharedCall(enum.IntEnum):
+    """The calls of an engine that all ranks make in a training loop, and that exchange something."""
+
+    FORWARD = 0  # of the model, with gradients
+    EVALUATION = 1  # a forward without
+    BACKWARD = 2  # its value: whether it is the last before an update
+    STEP = 3  # of the engine
+    UPDATE = 4  # a step of the optimizer
+    CLIP = 5  # its value: the norm
+    DROP = 6  # of the gradients
 
 
 class Done:

@@ -23,6 +23,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.deepspeed_names import DeepSpeedNames
+from hf_zero.engine.joining import join_attributes
 from hf_zero.engine.offloaded_states import OffloadedStates, kinds_of
 from hf_zero.engine.parts import parts_of
 from hf_zero.engine.reports import Reports
@@ -127,7 +128,7 @@ class ZeroEngine(DeepSpeedNames):
 
         _LIVE.add(self)
         # A function, which copy.deepcopy of the model does not copy: of a bound method it would copy the schedule.
-        attributes = {_KEY: self, "no_sync": lambda: self.schedule.no_sync()}
+        attributes = {_KEY: self, "no_sync": lambda: self.schedule.no_sync(), **join_attributes(self)}
         attachment = ModelAttachment(context, self.reports.around(self.schedule), deepcopy, attributes)
         self.schedule.attachment = attachment
         self.on_uninstall(self.reports.watch_forward(self.module))
@@ -139,6 +140,15 @@ class ZeroEngine(DeepSpeedNames):
     def is_sharded(self) -> bool:
         """Whether parameters are placeholders between uses."""
         return any(unit.on_demand for unit in self.units)
+
+    @property
+    def _join_config(self) -> Any:
+        """The settings of torch's Join, which sets them on the engine or on the model."""
+        return self.module.__dict__["_join_config"]
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self.module.__dict__["_join_config"] = config
 
     @property
     def run_comm(self) -> Comm:

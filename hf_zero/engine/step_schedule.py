@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.work import SharedCall
 from hf_zero.errors import StateError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.backward_watch import in_backward
@@ -71,6 +72,15 @@ class StepSchedule(StepEvents):
         return (self.micro_steps + 1) % self.accumulation_steps == 0
 
     @contextlib.contextmanager
+    def with_boundary(self, boundary: bool) -> Iterator[None]:
+        """Inside, `boundary` says whether a backward is the last before an update."""
+        before, self.forced_boundary = self.forced_boundary, boundary
+        try:
+            yield
+        finally:
+            self.forced_boundary = before
+
+    @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, no backward is the last before the update."""
         before, self._no_sync = self._no_sync, True
@@ -92,7 +102,11 @@ class StepSchedule(StepEvents):
         """Set the number of micro-batches of an update, between two updates."""
         self.accumulation_steps = steps
         self.restart_at(self.global_steps, self.skipped_steps)
-        scale = 1 / (self._comm.world_size * steps)
+        self.average_over(self._comm.world_size)
+
+    def average_over(self, ranks: int) -> None:
+        """Divide the sums over ranks and micro-batches by so many ranks, from the next reduces on."""
+        scale = 1 / (ranks * self.accumulation_steps)
         for acc in self.reducer.accumulators:
             acc.use_scale(scale)
         self._unfreeze.use_scale(scale)
@@ -127,6 +141,8 @@ class StepSchedule(StepEvents):
             )
         if self.optimizer is not None:
             self.optimizer.check_here("a backward")
+        with self._comm.shared_call(SharedCall.BACKWARD, float(self.is_boundary())):
+            pass
         self.param_grads.hide()
         self.params.begin_backward()
 
@@ -143,10 +159,11 @@ class StepSchedule(StepEvents):
         if self.optimizer is not None:
             self.optimizer.gradient_is_final(acc)
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, has_data: bool = True) -> None:
+        """`has_data`: False on a rank that takes part in a backward of the others, with zeros."""
         self.params.end_gathers()
         with torch.no_grad():
-            self.reducer.end_backward(boundary=self.is_boundary())
+            self.reducer.end_backward(boundary=self.is_boundary(), expects_gradients=has_data)
             self.param_grads.show()
         self._comm.note_call("backward")
         self.params.end_backward()
@@ -158,6 +175,10 @@ class StepSchedule(StepEvents):
 
         After an update that was not left out the learning rates follow, by `lr_scheduler.step(**lr_kwargs)`.
         """
+        with self._comm.shared_call(SharedCall.STEP):
+            return self._step(lr_kwargs)
+
+    def _step(self, lr_kwargs: Mapping[str, Any]) -> bool:
         boundary = self._step_updates()
         self.step_applied = False  # until `end_step`
         self.micro_steps += 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.work import SharedCall
 from hf_zero.errors import StateError
 from hf_zero.optim.direct_steps import DirectSteps
 from hf_zero.optim.loss_scaler import StepGuard
@@ -164,7 +165,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this accumulation window. All ranks must call."""
-        self._param_grads.discard()
+        with self._comm.shared_call(SharedCall.DROP):
+            self._param_grads.discard()
         self._facts, self._factor = None, 1.0
 
     def clip_grad_norm(self, max_norm: float) -> float:
@@ -172,7 +174,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         All ranks must call. `inf` only measures. Follows torch.nn.utils.clip_grad_norm_.
         """
-        facts = self._facts_of_step(f"step with gradients clipped to {max_norm:g}")
+        with self._comm.shared_call(SharedCall.CLIP, max_norm):
+            facts = self._facts_of_step(f"step with gradients clipped to {max_norm:g}")
         if (factor := clip_coefficient(facts.norm, max_norm)) != 1.0:
             self._factor *= factor
             for acc in self._reducer.accumulators:
@@ -208,6 +211,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "hf_zero.initialize returned.\nThe closure forgets the gradients, runs forward and backward, and "
                 "returns the loss."
             )
+        with self._comm.shared_call(SharedCall.UPDATE):
+            self._update()
+
+    def _update(self) -> None:
         facts = self._facts_of_step()
         if self._clip > 0:
             self.clip_grad_norm(self._clip)

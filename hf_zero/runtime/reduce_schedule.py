@@ -115,9 +115,12 @@ class GradReducer:
         """Whether the reduce of a group has not started in this backward, and is to."""
         return not group.is_started and (group.eager or (boundary and not self._reduced))
 
-    def end_backward(self, *, boundary: bool) -> None:
-        """Reduce what this backward has left. All its gradients are there. All ranks must call."""
-        if not any(acc.has_arrivals for acc in self.accumulators):
+    def end_backward(self, *, boundary: bool, expects_gradients: bool = True) -> None:
+        """Reduce what this backward has left. All its gradients are there. All ranks must call.
+
+        `expects_gradients`: A backward without any is none on any rank, and reduces nothing.
+        """
+        if expects_gradients and not any(acc.has_arrivals for acc in self.accumulators):
             return
         for group in self._groups:
             if self._is_due(group, boundary):

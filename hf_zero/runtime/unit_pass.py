@@ -35,7 +35,7 @@ class Phase(enum.Enum):
 
 
 class UnitActions(Protocol):
-    """What a pass lets happen to a unit."""
+    """The actions on units that a pass causes."""
 
     def follow(self, unit: ShardUnit) -> None:
         """Go along with a use of `unit` on other ranks."""
@@ -126,7 +126,7 @@ class UnitPass:
         needed = collections.Counter(int(row[0]) for row in by_rank if row[0] != _NOTHING)
         if not needed:
             return len({row[2] for row in by_rank}) == 1
-        # Of those that as many need, the one that comes first in the model, and last in backward
+        # The first in the model goes before others that as many ranks need; in backward the last one does.
         sign = 1 if self.phase is Phase.FORWARD else -1
         chosen = self._units[min(needed, key=lambda one: (-needed[one], sign * one))]
         self._gather(chosen, is_needed=chosen is wanted)

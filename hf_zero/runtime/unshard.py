@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from hf_zero.native.block_pool import Demand
+from hf_zero.runtime.backward_watch import in_backward
 from hf_zero.runtime.prefetch import GatheredAhead, PrefetchLimits, RepeatedUse
 from hf_zero.runtime.step_events import StepEvents
 from hf_zero.runtime.unit_pass import Ask, Phase, UnitPass
@@ -393,7 +394,7 @@ class OnDemandParams:
     def begin_backward(self) -> None:
         """All ranks must call. The root unit may have been resharded by the end of another backward."""
         self._all_used(late=False)
-        self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._keeps_graph = in_backward() and torch._C._autograd._get_current_graph_task_keep_graph()
         self._passes = [one for one in self._passes if one.phase is Phase.FORWARD]  # the last one may have failed
         self._begin(Phase.BACKWARD, self._trained)
         self._window.clear()

@@ -17,7 +17,7 @@ _MAX_CHANGES = 3
 
 
 class Mark(enum.IntEnum):
-    """What happens to a unit in a pass, where that may start a collective."""
+    """The events of a unit in a pass that may start a collective."""
 
     USED = 0  # it is gathered, and what comes next ahead of its use
     LEFT = 1  # a use is over: it may be resharded, and gathered again for the next use

@@ -32,14 +32,14 @@ def _die(mark: Path, engine: Any) -> None:
     engine.module.model.layers[1].register_forward_pre_hook(die)
 
 
-def _skip(mark: Path, engine: Any) -> None:
-    """The forward skips a layer, as that of a router of experts may."""
+def _read(mark: Path, engine: Any) -> None:
+    """The loop reads a weight of a layer between two forwards, as no other rank does."""
 
-    def skip(hidden: torch.Tensor, **_: object) -> torch.Tensor:
+    def read(*_: object) -> None:
         mark.write_text(str(time.time()))
-        return hidden
+        engine.module.model.layers[1].mlp.up_proj.weight.sum()
 
-    engine.module.model.layers[1].forward = skip
+    engine.module.register_forward_pre_hook(read, prepend=True)
 
 
 def _ask_in_backward(mark: Path, engine: Any) -> None:
@@ -55,7 +55,7 @@ def _ask_in_backward(mark: Path, engine: Any) -> None:
 FAULTS: tuple[tuple[Setting, str, Callable[[Path, Any], None]], ...] = (
     (Setting(2), "is killed", _die),
     (Setting(3), "is killed", _die),
-    (Setting(3), "skips a layer", _skip),
+    (Setting(3), "reads a weight alone", _read),
     (Setting(2), "starts another operation in backward", _ask_in_backward),
     (Setting(3), "starts another operation in backward", _ask_in_backward),
 )

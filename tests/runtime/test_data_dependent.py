@@ -328,7 +328,7 @@ def gathers_of(blocks_of_step: list[list[list[int]]]) -> list[int]:
 
 
 def test_nothing_is_gathered_that_no_rank_needs() -> None:
-    """Beside the root, a unit is gathered once in forward and once in backward, for all ranks that use it."""
+    """A unit is gathered once in forward and once in backward for all ranks that use it, and the root once."""
     text, image = [4, 5], [0, 1, 2, 3, 4, 5]
     steps = [[text, text], [text, text], [text, image], [text, image], [text, text], [image, image]]
     first, *others = run_ranks(gathers_of, 2, steps)
