@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
@@ -18,6 +19,8 @@ from hf_zero.runtime.unit_pass import Ask, Phase, UnitPass
 from hf_zero.runtime.use_order import Mark, UseOrder
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.unit import ShardUnit, UnitKind, UnitState
+
+logger = logging.getLogger(__name__)
 
 # A shard on a slow medium is read further ahead, into staging memory; the pool says how far that goes.
 _MAX_READS_AHEAD = 4
@@ -113,6 +116,7 @@ class OnDemandParams:
         self.orders: dict[Hashable, UseOrder] = {}  # by the kind of pass
         self._trained: Hashable = None  # the module whose forward backward goes through
         self._passes: list[UnitPass] = []  # under way, the innermost last: a backward may run inside a forward
+        self._has_told = False  # that the ranks differ
         self._forwards_were_even = True  # all ranks used the same units in those that backward goes through
         self._limits = limits
         self._held: set[int] = set()
@@ -379,8 +383,17 @@ class OnDemandParams:
         call."""
         if not self._end_pass(Phase.FORWARD):
             self._forwards_were_even = False
+            self._tell_once()
             for unit in self.live.kept:  # on this rank: another one may have others
                 self.reshard(unit)
+
+    def _tell_once(self) -> None:
+        if not self._has_told and self.flats[0].comm.run_rank == 0:
+            logger.info(
+                "ranks used different layers in a forward: from the next one on they agree on each gather, and gather "
+                "nothing ahead"
+            )
+        self._has_told = True
 
     def _end_pass(self, phase: Phase) -> bool:
         """Whether all ranks used the same units in the pass."""
