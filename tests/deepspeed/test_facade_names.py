@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import subprocess
 import sys
@@ -103,9 +104,34 @@ def test_leaf_modules() -> None:
     assert utils.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]] and utils.z3_leaf_module.z3_leaf_module(model[1])
     assert utils.unset_z3_leaf_modules(model, [nn.Linear, "ReLU"]) == [model[0], model[1]]
     assert utils.get_z3_leaf_modules(model) == []
+    assert utils.set_z3_leaf_modules_by_name(model, ["1", "7"]) == ([model[1]], ["7"])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["0", "1"], flag=False) == ([model[0], model[1]], [])
+    assert utils.get_z3_leaf_modules(model) == []
     with pytest.raises(hf_zero.ConfigError, match="GRU"):
         utils.set_z3_leaf_modules(model, ["GRU"])
+    with pytest.raises(hf_zero.ConfigError, match="head"):
+        utils.set_z3_leaf_modules_by_suffix(model, ["head"])
     assert utils.set_z3_leaf_modules(model, ["GRU"], raise_if_not_found=False) == []
+
+
+def test_the_script_that_compares_names() -> None:
+    names = {"zero": ["Init", "NoSuchName"], "moe.layer": ["MoE"], "deepspeed": ["DeepSpeedEngine"]}
+    script = Path(__file__).parents[2] / "scripts" / "deepspeed_names.py"
+    command = [sys.executable, str(script), "--verdicts"]
+    ended = subprocess.run(command, input=json.dumps(names), capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(ended.stdout)
+    assert found["zero"] == {"Init": "renaming", "NoSuchName": "missing"}
+    assert found["moe.layer"]["MoE"].startswith("refused: hf_zero has no deepspeed.moe: use the MoE models")
+    assert found["deepspeed"] == {"DeepSpeedEngine": "facade only"}
+
+
+def test_names_of_classes() -> None:
+    config, loaders = (importlib.import_module(f"hf_zero.runtime.{name}") for name in ("config", "dataloader"))
+    with pytest.raises(config.DeepSpeedConfigError, match="stagee"):
+        DeepSpeedConfig({"zero_optimization": {"stagee": 1}})
+    assert [one for one, _ in zip(loaders.RepeatingLoader([1, 2]), range(3), strict=False)] == [1, 2, 1]
+    accelerator = importlib.import_module("hf_zero.accelerator")
+    assert isinstance(accelerator.get_accelerator(), accelerator.DeepSpeedAccelerator)
 
 
 def test_a_step_is_undone_to_the_bit() -> None:

@@ -29,7 +29,8 @@ _CHECKPOINTING = {
 _FORMULAS = "hf_zero.extras.estimate.deepspeed_formulas"
 _TOPOLOGIES = f"{_PIPELINE}.topology"
 
-_LEAVES = "get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules"
+_LEAVES = """get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name
+    set_z3_leaf_modules_by_suffix unset_z3_leaf_modules"""
 _TILING = {f"{_OURS}.tiling": "TiledLinear"}
 _ZERO = {
     **_TILING,
@@ -51,8 +52,11 @@ _ACCESS = {
     safe_get_local_optimizer_state safe_set_full_optimizer_state safe_set_local_optimizer_state""",
 }
 _ENGINE = {"hf_zero.engine.engine": "DeepSpeedEngine=ZeroEngine"}
+_ERROR = {"hf_zero.errors": "DeepSpeedConfigError=ConfigError"}
 # The names of `deepspeed` itself.
 ROOT = {
+    **_ERROR,
+    "hf_zero.optim.sharded": "DeepSpeedOptimizer=ShardedOptimizer",
     **_ENGINE,
     **_LOGGING,
     f"{_OURS}.config": "DeepSpeedConfig",
@@ -68,7 +72,7 @@ ROOT = {
 
 # Path below hf_zero -> {module: its names}. "other=name" gives a name of the module under another one.
 PATHS: dict[str, dict[str, str]] = {
-    "accelerator": {f"{_OURS}.accelerator": "get_accelerator"},
+    "accelerator": {f"{_OURS}.accelerator": "DeepSpeedAccelerator=Accelerator get_accelerator"},
     "checkpointing": _CHECKPOINTING,
     "comm": {
         "torch.distributed": """ReduceOp ProcessGroup all_gather all_gather_into_tensor all_gather_object all_reduce
@@ -93,7 +97,8 @@ PATHS: dict[str, dict[str, str]] = {
     "ops.lion": {"hf_zero.optim": "DeepSpeedCPULion=Lion FusedLion=Lion"},
     "pipe": {**_LAYERS, _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "runtime.config": {f"{_OURS}.config": "DeepSpeedConfig"},
+    "runtime.config": {**_ERROR, f"{_OURS}.config": "DeepSpeedConfig"},
+    "runtime.dataloader": {f"{_PIPELINE}.micro_batches": "RepeatingLoader"},
     "runtime.engine": _ENGINE,
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.pipe": {**_LAYERS, _TOPOLOGIES: "ProcessTopology"},

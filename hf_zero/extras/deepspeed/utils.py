@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,29 @@ def unset_z3_leaf_modules(
     return _mark(model, leaf_module_classes, False, raise_if_not_found)
 
 
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of these names in `model.named_modules()`; returns (them, names that no module has).
+
+    Raises:
+        ConfigError: There is none.
+    """
+    return _mark_named(model, module_names, str.__eq__, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose names end so. Returns and raises as `set_z3_leaf_modules_by_name`."""
+    return _mark_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark this module, or take its mark away."""
+    model._z3_leaf = flag  # type: ignore[assignment]
+
+
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of `model` that are marked."""
     return [module for module in model.modules() if z3_leaf_module(module)]
@@ -65,11 +88,25 @@ def _mark(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool
     kinds = tuple(one for one in classes if not isinstance(one, str))
     names = [one for one in classes if isinstance(one, str)]
     found = [module for module in model.modules() if isinstance(module, kinds) or type(module).__name__ in names]
+    return _marked(model, found, [*names, *(one.__name__ for one in kinds)], flag, required)
+
+
+def _mark_named(
+    model: nn.Module, wanted: Sequence[str], fits: Callable[[str, str], bool], flag: bool, required: bool
+) -> tuple[list[nn.Module], list[str]]:
+    modules = dict(model.named_modules())
+    found = {module: None for text in wanted for name, module in modules.items() if fits(name, text)}
+    missing = [text for text in wanted if not any(fits(name, text) for name in modules)]
+    return _marked(model, list(found), wanted, flag, required), missing
+
+
+def _marked(
+    model: nn.Module, found: list[nn.Module], wanted: Sequence[str], flag: bool, required: bool
+) -> list[nn.Module]:
     if required and not found:
-        wanted = ", ".join([*names, *(one.__name__ for one in kinds)])
-        raise ConfigError(f"set_z3_leaf_modules: {type(model).__name__} has no module of {wanted}")
+        raise ConfigError(f"set_z3_leaf_modules: {type(model).__name__} has no module of {', '.join(wanted)}")
     for module in found:
-        module._z3_leaf = flag  # type: ignore[assignment]
+        set_z3_leaf_module(module, flag)
     return found
 
 
