@@ -15,7 +15,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import SharedCall
 from hf_zero.errors import StateError
 from hf_zero.optim.direct_steps import DirectSteps
-from hf_zero.optim.loss_scaler import StepGuard
+from hf_zero.optim.loss_scaler import PlainScaler, StaticScaler, StepGuard
 from hf_zero.optim.offload.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.offload.update_worker import UpdateWorker
 from hf_zero.optim.param_groups import OwnedSlice, ShardedGroups
@@ -358,7 +358,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def cur_scale(self) -> float:
         """The factor of losses now; 1.0 without fp16."""
-        return self.guard.scaler.cur_scale
+        return self.loss_scaler.cur_scale
+
+    @property
+    def loss_scaler(self) -> StaticScaler | PlainScaler:
+        """The loss scale and the rule by which it changes."""
+        return self.guard.scaler
 
     def needs_scaler(self) -> bool:
         """Whether losses are scaled, as fp16 needs it."""

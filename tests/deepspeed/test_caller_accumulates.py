@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -142,7 +141,8 @@ def scaled(stage: int) -> tuple[Weights, Weights]:
     fp16 = {"enabled": True, "initial_scale_power": 10}
     engine = start(stage, build().float(), fp16=fp16, gradient_accumulation_steps=1)
     assert engine.optimizer.needs_scaler() and engine.optimizer.cur_scale == 1024
-    plain = copy.deepcopy(build()).float()
+    assert engine.optimizer.loss_scaler.cur_scale == 1024 and engine.optimizer.loss_scaler.dynamic
+    plain = build().float()
     for together in (False, True):
         losses = [engine(batch(number, engine.rank)) for number in range(2)]
         multiplied = [engine.scale(loss) for loss in losses]

@@ -161,6 +161,31 @@ def _check_fp32(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "safe", safe_serialization=True)
 
 
+def loaded_into_an_engine(stage: int, folder: str) -> tuple[dict[str, torch.Tensor], ...]:
+    """Load into a model under another engine, whose masters then start from these values, and train on."""
+    engine = start(stage)
+    train(engine, 0, 4)
+    engine.save_checkpoint(folder)
+    saved = whole(engine)
+    other = start(stage, seed=3)
+    assert load_state_dict_from_zero_checkpoint(other.module, folder) is other.module
+    taken = whole(other)
+    master = hf_zero.full_optimizer_state(other.module.inner.weight, "master")
+    assert master is not None
+    train(other, 4, 6)
+    return saved, taken, {"inner.weight": master}, whole(other)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fp32_weights_are_loaded_into_a_model_under_an_engine(stage: int, tmp_path: Path) -> None:
+    saved, taken, master, later = run_ranks(loaded_into_an_engine, 2, stage, str(tmp_path))[0]
+    for weights in (saved, taken):
+        weights.pop("calls")
+    torch.testing.assert_close(taken, saved, rtol=0, atol=0)
+    torch.testing.assert_close(master["inner.weight"], saved["inner.weight"], rtol=0, atol=0)
+    assert not torch.equal(later["inner.weight"], saved["inner.weight"])
+
+
 def logged() -> list[str]:
     handler = logging.handlers.BufferingHandler(100)
     logger.addHandler(handler)
