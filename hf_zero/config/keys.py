@@ -329,6 +329,12 @@ _TOP: dict[str, Entry] = {
     **REFUSED_BLOCKS,
 }
 
+# TRL puts these beside the blocks, for a reference model. DeepSpeed reads no such keys.
+UNREAD = frozenset(
+    f"zero_optimization.{name}"
+    for name in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+)
+
 
 @cache
 def root() -> Block:

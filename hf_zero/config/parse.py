@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config import jsonc
-from hf_zero.config.keys import root
+from hf_zero.config.keys import UNREAD, root
 from hf_zero.config.problems import LIKENESS_ELSEWHERE, Problem, Problems, advice, nearest
 from hf_zero.config.schema import (
     AUTO,
@@ -195,7 +195,9 @@ class _Checker:
             where = f"{written}.{name}" if written else str(name)
             if isinstance(name, str) and name.startswith(COMMENTS):
                 continue
-            if name not in known.keys:
+            if name in UNREAD:
+                self.notices.append(f'"{name}" has no effect, as in DeepSpeed: it is one name, and no key in a block')
+            elif name not in known.keys:
                 if known.free and nearest(str(name), known.keys, LIKENESS_ELSEWHERE) is None:
                     put(self.values, here, copy.deepcopy(value))
                 else:

@@ -291,6 +291,13 @@ def test_names_of_old_and_short_keys_are_taken() -> None:
     assert "the same key as bf16" in text
 
 
+def test_names_with_dots_that_deepspeed_does_not_read() -> None:
+    config = ZeroConfig.load({"zero_optimization": {"stage": 3}, "zero_optimization.reduce_bucket_size": 3686.4})
+    assert config.get("zero_optimization.reduce_bucket_size") is None
+    assert any('"zero_optimization.reduce_bucket_size" has no effect' in line for line in config.resolve().notices)
+    assert "unknown key" in message({"zero_optimization.stage": 3})
+
+
 def test_a_dict_is_copied_and_never_changed() -> None:
     given = copy.deepcopy(GOOD)
     config = ZeroConfig.load(given)
