@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -165,10 +166,16 @@ def instead(target: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 
 
 def replace_method(module: nn.Module, name: str, engine: ZeroEngine, method: Callable[..., Any]) -> None:
-    """Let `module.name(...)` call `method(original, ...)`, until the engine leaves the model."""
+    """Let `module.name(...)` call `method(original, ...)`, until the engine leaves the model.
+
+    A bound method is still one: programs look at its `__func__`, for where it comes from.
+    """
     own = module.__dict__.get(name)
     original = getattr(module, name)
-    module.__dict__[name] = functools.wraps(original)(functools.partial(method, original))
+    if not inspect.ismethod(original):
+        module.__dict__[name] = functools.wraps(original)(functools.partial(method, original))
+    else:
+        module.__dict__[name] = types.MethodType(_around(original.__func__, method), original.__self__)
 
     def undo() -> None:
         module.__dict__.pop(name, None)
@@ -176,6 +183,14 @@ def replace_method(module: nn.Module, name: str, engine: ZeroEngine, method: Cal
             module.__dict__[name] = own
 
     engine.on_uninstall(undo)
+
+
+def _around(function: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def stand_in(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return method(types.MethodType(function, self), *args, **kwargs)
+
+    return stand_in
 
 
 def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -56,6 +56,21 @@ GENERATES = f"""
     trainer.train()
     print(trainer.predict(rows[:9], max_length=8).predictions.tolist())
 """
+# LLaMA-Factory looks at `generate`, and TRL prepares a reference model by itself.
+LOOKS = f"""
+    import torch
+    from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+    from trl.models.utils import prepare_deepspeed
+
+    args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    model, reference = (AutoModelForCausalLM.from_pretrained("llama") for _ in range(2))
+    assert "GenerationMixin.generate" in str(model.generate.__func__) and model.generate.__self__ is model
+    trainer = Trainer(model=model, args=args)
+    if trainer.is_deepspeed_enabled:
+        reference = prepare_deepspeed(reference, trainer.accelerator)
+    rows = {_ROWS}[:4]
+    print(f"{{reference(input_ids=rows, labels=rows).loss:.6f}} {{model.generate(rows, max_length=16).tolist()}}")
+"""
 SFT = f"""
     import torch
     from datasets import Dataset
@@ -117,7 +132,7 @@ LOOP = f"""
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models, scripts that know DeepSpeed only, and a file for each stage."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    for name, text in (("trainer", TRAINER), ("generates", GENERATES), ("sft", SFT), ("loop", LOOP)):
+    for name, text in (("trainer", TRAINER), ("generates", GENERATES), ("sft", SFT), ("looks", LOOKS), ("loop", LOOP)):
         write_script(folder, text, f"{name}.py")
     for stage in (2, 3):
         config = {
@@ -269,6 +284,14 @@ def test_sft(adapters: bool, folder: Path) -> None:
     given: list[Any] = ["--model_name_or_path", "llama", "--bf16", False, "--gradient_checkpointing", False]
     given += ["--use_peft", "--lora_target_modules", "q_proj", "v_proj"] if adapters else []
     assert numbers(job(folder, "sft.py", *given, stage=3)) == numbers(job(folder, "sft.py", *given))
+
+
+@pytest.mark.slow
+def test_what_libraries_look_at(folder: Path) -> None:
+    wanted = set(re.findall(r"\d\.\d{6} \[\[.*", job(folder, "looks.py")))
+    assert len(wanted) == 1
+    for stage in (2, 3):
+        assert set(re.findall(r"\d\.\d{6} \[\[.*", job(folder, "looks.py", stage=stage))) == wanted
 
 
 _YAML = """
