@@ -63,8 +63,21 @@ def hold_ballot(
     if closes and not facts.same_numbers:
         refuse_different(param_groups, comm)
     if closes:
+        _refuse_frozen_apart(reducer.accumulators, facts.frozen)
         _refuse_unused(reducer.accumulators, facts.has_grad)
     return StepFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
+
+
+def _refuse_frozen_apart(accumulators: Sequence[GradAccumulator], frozen: Sequence[Sequence[bool]]) -> None:
+    """`frozen`: By rank, per parameter of all accumulators."""
+    names = [slot.name for acc in accumulators for slot in acc.flat.layout.slots]
+    for name, by_rank in zip(names, zip(*frozen, strict=True), strict=True):
+        if any(by_rank) and not all(by_rank):
+            ranks = [rank for rank, is_frozen in enumerate(by_rank) if is_frozen]
+            raise StateError(
+                f"{name} requires no gradient on rank(s) {', '.join(map(str, ranks))}, and does on others: its mean "
+                "would lack their data.\nCall requires_grad_ alike on all ranks."
+            )
 
 
 def _refuse_unused(accumulators: Sequence[GradAccumulator], has_grad: Sequence[Sequence[bool]]) -> None:
@@ -91,6 +104,7 @@ class _Outcome:
     same_changes: bool  # of gradients by hand
     rests: list[bool]
     has_grad: list[tuple[bool, ...]]
+    frozen: list[list[bool]]  # by rank, per parameter of all accumulators: it has no gradient and requires none
 
 
 def _vote(
@@ -106,20 +120,25 @@ def _vote(
     numbers = [len(acc.flat.params) for acc in reducer.accumulators]
     ballot = [0.0, *digests, *(float(acc.has_late_gradients) for acc in reducer.accumulators)]
     for acc, number in zip(reducer.accumulators, numbers, strict=True):
-        ballot += [float(index in acc.seen) for index in range(number)]
+        ballot += [1.0 if index in acc.seen else _unseen(acc.flat.params[index]) for index in range(number)]
     values = torch.tensor(ballot, dtype=torch.float64, device="cpu")
     values[0] = norm_sq
     by_rank = comm.vote(values, purpose)
     squares, equal, rests, seen = by_rank.split([1, len(digests), len(numbers), sum(numbers)], dim=1)
     same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
-    there = iter(seen.any(0).tolist())
+    there = iter((seen > 0).any(0).tolist())
     return _Outcome(
         norm_sq=float(squares.sum()),
         same_numbers=same_numbers,
         same_changes=same_changes,
         rests=rests.any(0).tolist(),
         has_grad=[tuple(itertools.islice(there, number)) for number in numbers],
+        frozen=(seen < 0).tolist(),
     )
+
+
+def _unseen(param: torch.nn.Parameter) -> float:
+    return 0.0 if param.requires_grad else -1.0
 
 
 def local_norm_sq(accumulators: Sequence[GradAccumulator], norms: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:

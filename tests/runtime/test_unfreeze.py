@@ -10,8 +10,8 @@ from torch import nn
 
 import hf_zero
 from hf_zero.checkpoint.folders import chosen, read_manifest
-from hf_zero.errors import StateError
-from tests.harness.ranks import run_ranks
+from hf_zero.errors import StateError, ZeroError
+from tests.harness.ranks import RankFailure, run_ranks
 from tests.runtime.test_second_model import Net
 
 STEPS = 8
@@ -282,3 +282,29 @@ def saved_late(stage: int, folder: str) -> list[bool]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_frozen_parameters_that_came_late_are_in_checkpoints(stage: int, tmp_path: Any) -> None:
     assert all(len(same) == 9 and all(same) for same in run_ranks(saved_late, 2, stage, str(tmp_path)))
+
+
+# ---------------------------------------------------------------- on some ranks only
+def set_on_one_rank(stage: int, wanted: bool) -> None:
+    model = build()
+    model.layers[0].requires_grad_(wanted is False)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "desync_timeout": 20,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+    for number in range(3):
+        if number == 1 and engine.rank == 1:
+            model.layers[0].requires_grad_(wanted)
+        engine.backward(engine(rows(number)).square().mean())
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_one_rank_alone(stage: int, wanted: bool) -> None:
+    for failure in run_ranks(set_on_one_rank, 2, stage, wanted, expect_error=True):
+        assert isinstance(failure, RankFailure) and isinstance(failure.exception, ZeroError), failure
+        if not wanted:
+            assert "layers.0.weight requires no gradient on rank(s) 1" in failure.message
