@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
 import torch
+from torch import nn
 
 from hf_zero.native.block_pool import Demand
 from hf_zero.runtime.backward_watch import in_backward
@@ -116,6 +117,7 @@ class OnDemandParams:
         self.orders: dict[Hashable, UseOrder] = {}  # by the kind of pass
         self._trained: Hashable = None  # the module whose forward backward goes through
         self._passes: list[UnitPass] = []  # under way, the innermost last: a backward may run inside a forward
+        self._with_layers: dict[nn.Module, bool] = {}  # of the modules whose forwards have begun
         self._has_told = False  # that the ranks differ
         self._forwards_were_even = True  # all ranks used the same units in those that backward goes through
         self._limits = limits
@@ -355,6 +357,14 @@ class OnDemandParams:
         if trains and under_way.order.reaches_its_end(last):
             yield from self._order(Phase.BACKWARD, self._trained).whole_pass()
 
+    def _holds_layers(self, module: nn.Module | None) -> bool:
+        """Whether a forward of `module` may use layers (None: the model's). One rank may call another part alone."""
+        if module is not None and module not in self._with_layers:
+            inside = set(module.modules())
+            layers = (unit for unit in self.units if unit.kind is UnitKind.LAYER)
+            self._with_layers[module] = any(unit.module in inside for unit in layers)
+        return module is None or self._with_layers[module]
+
     def _order(self, *kind: Hashable) -> UseOrder:
         return self.orders.setdefault(kind, UseOrder(self.units))
 
@@ -364,7 +374,7 @@ class OnDemandParams:
             order, even = self._order(phase, *kind), self._forwards_were_even
             self._passes.append(UnitPass(phase, order, self.units, self, self._ask, is_like_the_last=even))
 
-    def begin_forward(self, module: Hashable = None) -> None:
+    def begin_forward(self, module: nn.Module | None = None) -> None:
         """A forward of `module` begins, which no other one contains. All ranks must call."""
         self._passes.clear()  # of a forward that was left by an exception
         trains = torch.is_grad_enabled()
@@ -376,7 +386,8 @@ class OnDemandParams:
         self._forward_trains = trains
         if trains:
             self._trained = module
-        self._begin(Phase.FORWARD, module, trains)
+        if self._holds_layers(module):
+            self._begin(Phase.FORWARD, module, trains)
 
     def end_forward(self) -> None:
         """The forward that has begun is over. Ranks whose forward needs other units are waited for. All ranks must

@@ -341,3 +341,16 @@ def test_nothing_is_gathered_that_no_rank_needs() -> None:
     )
     # The rank with the image first goes through the order that it expected of the other one: its text layers, once.
     assert first == [same, same, different + len(text), different, only_text, only_images]
+
+
+def part_on_one_rank() -> None:
+    model = hf_zero.shard(Chooser().double(), config={"zero_optimization": {"stage": 3, **NO_PREFETCH}})
+    with hf_zero.gathered_params(model.head), torch.no_grad():
+        if dist.get_rank() == 0:
+            model.head(numbers(0, 0, 3, WIDTH))
+    with torch.no_grad():
+        model(numbers(0, 0, 3, WIDTH), [0, 1])
+
+
+def test_one_rank_may_call_a_part_without_layers() -> None:
+    run_ranks(part_on_one_rank, 2)

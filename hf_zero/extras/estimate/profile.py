@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +120,7 @@ class _Recorder(OnDemandParams, PassEvents):
     def hold(self, unit: ShardUnit) -> None:
         self.record("hold", unit)
 
-    def begin_forward(self, module: Hashable = None) -> None:
+    def begin_forward(self, module: nn.Module | None = None) -> None:
         self.record("begin_forward")
 
     def end_forward(self) -> None:
