@@ -93,8 +93,8 @@ class OutsideReads:
             return
         unit = place.unit
         if unit.state is not UnitState.UNSHARDED:
-            with torch.no_grad(), temporarily_clear_interpreter_stack():
-                self._params.unshard(unit)
+            with temporarily_clear_interpreter_stack():
+                self._params.read(unit)
             self._borrowed.append(unit)
             self._log_first(place)
         if self._borrowed and unit in self._borrowed and torch.is_grad_enabled():

@@ -72,7 +72,6 @@ class UnitPass:
         self.order = order
         self.follows_order = order.is_shared and is_like_the_last
         self._units = units
-        self._index = {id(unit): index for index, unit in enumerate(units)}
         self._actions = actions
         self._ask = ask
         self._gathered: ShardUnit | None = None  # the last unit that ranks agreed on
@@ -101,6 +100,7 @@ class UnitPass:
 
     def _follow_the_rest(self) -> None:
         resharded = set[ShardUnit]()  # by the other ranks, though this one is in the middle of a use
+        gathered = set[ShardUnit]()  # for the other ranks alone
         for mark, unit in self.order.take_rest():
             if mark is Mark.REDUCED:
                 self._actions.reduce(unit)
@@ -109,18 +109,23 @@ class UnitPass:
                     resharded.add(unit)
                 else:
                     self._actions.after_use(unit)
+                    gathered.discard(unit)
             elif unit in resharded:
                 resharded.discard(unit)
                 unit.join_gather()
             else:
                 self._actions.follow(unit)
+                gathered.add(unit)
+        for unit in gathered:
+            if not self.order.is_in_use(unit):
+                self._actions.reshard(unit)
         self.follows_order = False
 
     def _agree_on(self, wanted: ShardUnit | None) -> bool | None:
         """Gather the unit that most ranks need. If none needs any: whether all have recorded the same pass."""
         before = self._gathered
         is_over = before is None or not self._actions.has_open_use(before)
-        index = _NOTHING if wanted is None else self._index[id(wanted)]
+        index = _NOTHING if wanted is None else self.order.number_of(wanted)
         mine = [float(index), float(is_over), self.order.digest() if wanted is None else 0.0]
         by_rank = self._ask(mine, f"layers of a {self.phase.value}")
         needed = collections.Counter(int(row[0]) for row in by_rank if row[0] != _NOTHING)

@@ -164,6 +164,15 @@ class OnDemandParams:
                 if under_way.follows_order:
                     self.reduce(left)
 
+    def read(self, unit: ShardUnit) -> None:
+        """Unshard a unit of which something is read outside of its module's calls. All ranks must call, inside a pass
+        those that read it."""
+        if self._passes:
+            self.before_use(unit, self._passes[-1].phase)
+        else:
+            with torch.no_grad():
+                self.unshard(unit)
+
     def follow(self, unit: ShardUnit) -> None:
         """See UnitActions."""
         order = self._passes[-1].order
@@ -366,7 +375,9 @@ class OnDemandParams:
         return module is None or self._with_layers[module]
 
     def _order(self, *kind: Hashable) -> UseOrder:
-        return self.orders.setdefault(kind, UseOrder(self.units))
+        if kind not in self.orders:
+            self.orders[kind] = UseOrder(self.units)
+        return self.orders[kind]
 
     def _begin(self, phase: Phase, *kind: Hashable) -> None:
         """A pass begins, unless everything is unsharded to the end of a block: then no rank needs another."""

@@ -69,6 +69,10 @@ class UseOrder:
         self._open.clear()
         self._last, self._at = -1, 0
 
+    def number_of(self, unit: ShardUnit) -> int:
+        """Return the place of `unit` among the units, equal on all ranks."""
+        return self._index[id(unit)]
+
     # ---------------------------------------------------------------- this rank's pass
     def note(self, mark: Mark, unit: ShardUnit) -> None:
         """Record what happens to `unit` on this rank."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -49,7 +49,8 @@ class Block(nn.Module):
 
 
 class Chooser(nn.Module):
-    """Runs the blocks that it is told to; `exits` adds a term of the loss after each of the first ones."""
+    """Runs the blocks that it is told to; `exits` adds a term of the loss after each of the first ones, and `reads` a
+    term for the weights of a block."""
 
     _no_split_modules = ("Block",)
 
@@ -60,13 +61,15 @@ class Chooser(nn.Module):
         for block in self.blocks[:freezes]:
             block.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor, blocks: list[int], exits: int = 0) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, blocks: list[int], exits: int = 0, reads: Sequence[int] = ()) -> torch.Tensor:
         loss = x.new_zeros(())
         for place, index in enumerate(blocks):
             block = self.blocks[index]
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
             if place < exits:
                 loss = loss + self.head(x).square().mean()
+        for index in reads:
+            loss = loss + 0.01 * self.blocks[index].up.weight.square().sum()
         return loss + self.head(x).square().mean()
 
 
@@ -91,9 +94,14 @@ class Experts(nn.Module):
         return loss
 
 
-def chosen(blocks: Callable[[int, int], list[int]], exits: Callable[[int, int], int] = lambda step, rank: 0) -> Loss:
+def chosen(
+    blocks: Callable[[int, int], list[int]],
+    exits: Callable[[int, int], int] = lambda step, rank: 0,
+    reads: Callable[[int, int], Sequence[int]] = lambda step, rank: (),
+) -> Loss:
     def loss(run: Any, net: Any, step: int, rank: int) -> torch.Tensor:
-        value: torch.Tensor = run(numbers(step, rank, 3, WIDTH), blocks(step, rank), exits(step, rank))
+        inputs = numbers(step, rank, 3, WIDTH), blocks(step, rank), exits(step, rank), reads(step, rank)
+        value: torch.Tensor = run(*inputs)
         return value
 
     return loss
@@ -202,6 +210,14 @@ CASES: dict[str, tuple[Callable[[], Any], Loss]] = {
     "early exit": (Chooser, chosen(lambda step, rank: FORWARDS[: 6 - 2 * ((rank + step) % 3)])),
     "a shared block": (Chooser, chosen(lambda step, rank: [0] + [1] * (1 + (rank + step) % 3) + [2])),
     "terms of the loss": (Chooser, chosen(lambda step, rank: FORWARDS, lambda step, rank: (rank + step) % 4)),
+    "weights that are read": (
+        Chooser,
+        chosen(lambda step, rank: FORWARDS[rank:], reads=lambda step, rank: [rank, (rank + step) % 5]),
+    ),
+    "weights that are read late": (
+        Chooser,
+        chosen(lambda step, rank: FORWARDS[2:4], reads=lambda step, rank: [0, 5 - rank] if step > 1 else [0]),
+    ),
     "all change": (Chooser, chosen(lambda step, rank: FORWARDS[step:] if step % 2 else FORWARDS[:3])),
     "recomputed": (
         functools.partial(Chooser, checkpoints=True),
