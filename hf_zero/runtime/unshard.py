@@ -411,7 +411,7 @@ class OnDemandParams:
 
     def _tell_once(self) -> None:
         if not self._has_told and self.flats[0].comm.run_rank == 0:
-            logger.info(
+            logger.warning(
                 "ranks used different layers in a forward: from the next one on they agree on each gather, and gather "
                 "nothing ahead"
             )
