@@ -23,7 +23,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.deepspeed_names import DeepSpeedNames
-from hf_zero.engine.joining import join_attributes
+from hf_zero.engine.joining import Joining
 from hf_zero.engine.offloaded_states import OffloadedStates, kinds_of
 from hf_zero.engine.parts import parts_of
 from hf_zero.engine.reports import Reports
@@ -128,7 +128,11 @@ class ZeroEngine(DeepSpeedNames):
 
         _LIVE.add(self)
         # A function, which copy.deepcopy of the model does not copy: of a bound method it would copy the schedule.
-        attributes = {_KEY: self, "no_sync": lambda: self.schedule.no_sync(), **join_attributes(self)}
+        attributes = {
+            _KEY: self,
+            "no_sync": lambda: self.schedule.no_sync(),
+            "join_hook": lambda **settings: Joining(self, **settings),  # torch's Join calls it
+        }
         attachment = ModelAttachment(context, self.reports.around(self.schedule), deepcopy, attributes)
         self.schedule.attachment = attachment
         self.on_uninstall(self.reports.watch_forward(self.module))

@@ -36,6 +36,8 @@ class Joining(JoinHook):
         self._keeps_mean = divide_by_initial_world_size
         self._is_inside = False  # of a call that was told
         self._comm.on_shared_call = self.tell
+        # Join asks for them next. A model that is not inside can be copied, and lets the group go with its owner.
+        engine.module.__dict__.update(join_device=engine.device, join_process_group=dist.group.WORLD)
         # Before the hook that gathers the root unit
         self._hook = engine.module.register_forward_pre_hook(self._tell_forward, prepend=True)
 
@@ -106,7 +108,8 @@ class Joining(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have left their loops."""
         self.end()
-        self._engine.module.__dict__.pop("_join_config", None)
+        for name in ("join_device", "join_process_group", "_join_config"):
+            self._engine.module.__dict__.pop(name, None)
 
     def _follow(self, call: SharedCall, value: float) -> None:
         schedule, optimizer = self._engine.schedule, self._engine.optimizer
@@ -143,12 +146,3 @@ class Joining(JoinHook):
 
 def _shown(call: float, value: float) -> str:
     return "no data left" if call == _FOLLOWS else f"{SharedCall(int(call)).name.lower()} ({value:g})"
-
-
-def join_attributes(engine: Any) -> dict[str, Any]:
-    """Return what Join asks a model for."""
-
-    def join_hook(**kwargs: Any) -> JoinHook:
-        return Joining(engine, **kwargs)
-
-    return {"join_hook": join_hook, "join_device": engine.device, "join_process_group": dist.group.WORLD}

@@ -78,13 +78,13 @@ def test_check_lists_all_problems_with_the_nearest_key(tmp_path: Path, capsys: C
     status, out, err = call(capsys, "check", path)
     assert status == 1
     assert 'the nearest known key is "gradient_clipping"' in out and "bf16.enabled" in out and "nebula.enabled" in out
-    assert "   bf16.enabled: Train in bf16, with fp32 master weights.\n" in out
+    assert "   bf16.enabled: Train in bf16; master weights are fp32.\n" in out
     assert err == f"hf-zero config check: error: 3 problems in {path}\n"
     status, out, err = call(capsys, "check", path, "--json")
     rows = json.loads(out)["problems"]
     assert status == 1 and [row["key"] for row in rows] == ["bf16.enabled", "gradient_cliping", "nebula"]
     assert all(row["line"] and row["remedy"] for row in rows)
-    assert rows[0]["help"] == "Train in bf16, with fp32 master weights." and not rows[1]["help"]
+    assert rows[0]["help"] == "Train in bf16; master weights are fp32." and not rows[1]["help"]
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]"])

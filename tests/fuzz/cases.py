@@ -235,14 +235,14 @@ def _way(model: Model, rng: random.Random) -> str:
     ways = PLAIN_WAYS
     if rng.random() < 0.5:
         ways = ONCE_WAYS if model.has("once") else MORE_WAYS
-    if model.has("diverging", "writes"):
+    if model.has("writes"):
         ways = PLAIN_WAYS
     return rng.choice(ways)
 
 
 def _events(case: Case, rng: random.Random) -> tuple[tuple[int, str], ...]:
     found: list[tuple[int, str]] = []
-    if case.row.has("diverging", "writes"):
+    if case.row.has("writes"):
         return ()
     while rng.random() < 0.35 and len(found) < 3:
         event = rng.choice(EVENTS)
@@ -260,8 +260,6 @@ def expected_errors(case: Case) -> Mapping[str, str]:
     expected: dict[str, str] = {}
     on_demand = any(phase.stage == 3 for phase in case.phases)
     offloaded = any(phase.offload_optimizer != "none" for phase in case.phases)
-    if case.row.has("diverging") and on_demand:
-        expected["DivergenceError"] = "rank"
     if case.row.has("reads") and on_demand:
         expected["StateError"] = "gathered_params"
     if case.row.has("writes") and on_demand:

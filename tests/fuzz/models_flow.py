@@ -344,7 +344,7 @@ add("unused", Unused)
 add("frozen", Frozen)
 add("some ranks", SomeRanks, with_rank, traits="local")
 add("experts, equal", Experts, equal_choice)
-add("experts, by rank", Experts, with_rank, traits="local diverging")
+add("experts, by rank", Experts, with_rank, traits="local")
 add("router", around(Router), traits="local")
 add("values", Values, values)
 for _how in ("reentrant", "not reentrant", "nested", "parts"):

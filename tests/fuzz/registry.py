@@ -39,7 +39,6 @@ class Model:
 
     Traits:
         local: parameters get gradients on some ranks only, or ranks use different modules.
-        diverging: ranks call different units, which stage 3 cannot gather: a DivergenceError on every rank is right.
         writes: the forward changes its own weights: refusing that by name is right at stage 3.
         buffers: the forward changes buffers, so a batch of NaN spoils them.
         noise: some true gradients are zero, and optimizers that divide by their size follow rounding errors.
@@ -63,9 +62,7 @@ class Model:
         return not self.traits.isdisjoint(traits)
 
 
-TRAITS = frozenset(
-    "local diverging writes buffers noise hooks empty wide typed single once reads uncopied slow".split()
-)
+TRAITS = frozenset("local writes buffers noise hooks empty wide typed single once reads uncopied slow".split())
 MODELS: dict[str, Model] = {}
 
 
