@@ -45,7 +45,7 @@ from hf_zero.distributed.torch_names import (
     reduce_scatter_single,
     reduce_scatter_single_coalesced,
 )
-from hf_zero.distributed.work import CommCount, Done, Finish, Observer, Pending, SharedCall, VoteItem
+from hf_zero.distributed.work import CommCount, Done, Finish, JoinBlock, Observer, Pending, SharedCall, VoteItem
 from hf_zero.errors import OffloadError, ZeroError
 from hf_zero.native.block_pool import BlockPool
 
@@ -80,8 +80,7 @@ class Comm:
         self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
         self.coalesces = False  # several tensors can travel in one operation
         self.observers: list[Observer] = []
-        # Told of calls that all ranks must make, while ranks without data follow the others: engine/joining.py
-        self.on_shared_call: Callable[[SharedCall, float], contextlib.AbstractContextManager[None]] | None = None
+        self.join_block: JoinBlock | None = None  # while ranks without data follow the others
         self._starting: Callable[[Pending], None] | None = None  # tells the observers of the operation that starts
         self._presence = Presence()
         self._received = BlockPool(device)  # what gloo receives in a reduce
@@ -295,9 +294,7 @@ class Comm:
 
     def shared_call(self, call: SharedCall, value: float = 0.0) -> contextlib.AbstractContextManager[None]:
         """Return a block around a call that all ranks must make; ranks that have no data left hear of it."""
-        if self.on_shared_call is None:
-            return contextlib.nullcontext()
-        return self.on_shared_call(call, value)
+        return contextlib.nullcontext() if self.join_block is None else self.join_block.tell(call, value)
 
     def note_call(self, what: str) -> None:
         """This rank makes a call that exchanges nothing. All ranks must call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,16 @@ class SharedCall(enum.IntEnum):
     UPDATE = 4  # a step of the optimizer
     CLIP = 5  # its value: the norm
     DROP = 6  # of the gradients
+
+
+class JoinBlock(Protocol):
+    """A block inside which ranks that have no data left follow the others: engine/joining.py."""
+
+    def tell(self, call: SharedCall, value: float) -> contextlib.AbstractContextManager[None]:
+        """Return a block around a call that the ranks with data make."""
+
+    def end(self) -> None:
+        """Let nobody be told any more."""
 
 
 class Done:

@@ -35,7 +35,9 @@ class Joining(JoinHook):
         self._comm = engine.comm
         self._keeps_mean = divide_by_initial_world_size
         self._is_inside = False  # of a call that was told
-        self._comm.on_shared_call = self.tell
+        if self._comm.join_block is not None:  # it was left by an exception, or was not enabled
+            self._comm.join_block.end()
+        self._comm.join_block = self
         # Join asks for them next. A model that is not inside can be copied, and lets the group go with its owner.
         engine.module.__dict__.update(join_device=engine.device, join_process_group=dist.group.WORLD)
         # Before the hook that gathers the root unit
@@ -44,7 +46,7 @@ class Joining(JoinHook):
     def end(self) -> None:
         """Let nobody be told any more."""
         self._hook.remove()
-        self._comm.on_shared_call = None
+        self._comm.join_block = None
         self._engine.schedule.average_over(self._comm.world_size)
 
     # ---------------------------------------------------------------- a rank that has data
@@ -56,10 +58,10 @@ class Joining(JoinHook):
     @contextlib.contextmanager
     def tell(self, call: SharedCall, value: float) -> Iterator[None]:
         """Tell the ranks that follow of a call, unless it is a part of another one."""
+        config = self._engine._join_config
         is_outermost, self._is_inside = not self._is_inside, True
         try:
-            if is_outermost:
-                config = self._engine._join_config
+            if is_outermost and config.enable:
                 if not config.is_first_joinable:
                     raise ConfigError(
                         "Join: expected the engine as the first of the joinables, which tells the others"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -155,6 +156,33 @@ def test_join(world: int, stage: int, accumulation: int, initial: bool, clip: fl
 def test_a_loop_of_torch(stage: int) -> None:
     want = one_process(2, 1, True, 0.1)
     for weights in run_ranks(plain_loop, 2, stage):
+        assert_same(weights, want)
+
+
+def one_block_after_another() -> Weights:
+    """One is not enabled, one is left by an exception of all ranks, and the next has uneven data."""
+    engine, schedule = start(3)
+    batches = data(engine.rank)
+    with torch.no_grad():
+        with Join([engine], enable=False):
+            engine(batches[0])
+        with contextlib.suppress(ZeroDivisionError), Join([engine]):
+            engine(batches[0])
+            raise ZeroDivisionError
+    with Join([engine]):
+        for batch in batches:
+            engine.backward(engine(batch))
+            engine.step()
+            schedule.step()
+    assert engine.comm.join_block is None and "join_process_group" not in vars(engine.module)
+    weights: Weights | None = engine.full_state_dict(keep=True)
+    assert weights is not None
+    return weights
+
+
+def test_one_block_after_another() -> None:
+    want = one_process(2, 1, True, 0.0)
+    for weights in run_ranks(one_block_after_another, 2):
         assert_same(weights, want)
 
 
