@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from hf_zero.distributed.work import SharedCall
 from hf_zero.errors import ConfigError, DivergenceError
 from hf_zero.optim.hyperparameters import numbers_of
+from hf_zero.runtime.backward_watch import in_backward
 from hf_zero.runtime.unit_pass import Phase
 from hf_zero.sharding.unit import UnitKind
 
@@ -51,7 +52,7 @@ class Joining(JoinHook):
 
     # ---------------------------------------------------------------- a rank that has data
     def _tell_forward(self, module: Any, args: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             with self.tell(SharedCall.FORWARD if torch.is_grad_enabled() else SharedCall.EVALUATION, 0.0):
                 pass
 

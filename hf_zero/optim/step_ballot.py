@@ -68,16 +68,16 @@ def hold_ballot(
     return StepFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
 
 
-def _refuse_frozen_apart(accumulators: Sequence[GradAccumulator], frozen: Sequence[Sequence[bool]]) -> None:
-    """`frozen`: By rank, per parameter of all accumulators."""
-    names = [slot.name for acc in accumulators for slot in acc.flat.layout.slots]
-    for name, by_rank in zip(names, zip(*frozen, strict=True), strict=True):
-        if any(by_rank) and not all(by_rank):
-            ranks = [rank for rank, is_frozen in enumerate(by_rank) if is_frozen]
-            raise StateError(
-                f"{name} requires no gradient on rank(s) {', '.join(map(str, ranks))}, and does on others: its mean "
-                "would lack their data.\nCall requires_grad_ alike on all ranks."
-            )
+def _refuse_frozen_apart(accumulators: Sequence[GradAccumulator], frozen: torch.Tensor) -> None:
+    """Raise StateError for the first parameter that is frozen on some ranks only; see _Outcome."""
+    apart = (frozen.any(0) != frozen.all(0)).nonzero().flatten().tolist()
+    if apart:
+        names = [slot.name for acc in accumulators for slot in acc.flat.layout.slots]
+        ranks = frozen[:, apart[0]].nonzero().flatten().tolist()
+        raise StateError(
+            f"{names[apart[0]]} requires no gradient on rank(s) {', '.join(map(str, ranks))}, and does on others: its "
+            "mean would lack their data.\nCall requires_grad_ alike on all ranks."
+        )
 
 
 def _refuse_unused(accumulators: Sequence[GradAccumulator], has_grad: Sequence[Sequence[bool]]) -> None:
@@ -104,7 +104,7 @@ class _Outcome:
     same_changes: bool  # of gradients by hand
     rests: list[bool]
     has_grad: list[tuple[bool, ...]]
-    frozen: list[list[bool]]  # by rank, per parameter of all accumulators: it has no gradient and requires none
+    frozen: torch.Tensor  # [rank, parameter of all accumulators], bool: it has no gradient and requires none
 
 
 def _vote(
@@ -133,7 +133,7 @@ def _vote(
         same_changes=same_changes,
         rests=rests.any(0).tolist(),
         has_grad=[tuple(itertools.islice(there, number)) for number in numbers],
-        frozen=(seen < 0).tolist(),
+        frozen=seen < 0,
     )
 
 

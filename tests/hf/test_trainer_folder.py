@@ -138,5 +138,5 @@ def test_tf32_is_transformers_flag_and_stays(tmp_path: Path) -> None:
     failures = run_ranks(set_tf32, 2, str(tmp_path), True, False, init_group=False, expect_error=True)
     said = [failure for failure in failures if failure.kind == "ValueError"]
     assert said and all("--tf32 requires Ampere" in failure.message for failure in said)
-    # transformers raises it on each rank by itself: one that is late may find the other gone, in any of torch's words.
-    assert len(failures) == 2
+    # transformers raises it on each rank by itself: a rank that is late may find rank 0 gone instead.
+    assert all(failure in said or failure.kind == "DistNetworkError" for failure in failures), failures

@@ -172,10 +172,9 @@ def with_calls_of_the_tower(calls: Callable[[int, int], int]) -> Loss:
         tokens, count = words(step, rank), calls(step, rank)
         inputs: dict[str, Any] = {}
         if count:
-            tokens[0, 0], tokens[0, 1:5], tokens[0, 5] = 3, 5, 4
             inputs["pixel_values"] = numbers(step, rank, 16 * count, 3 * 2 * 4 * 4)
             inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * count)
-            for row in range(1, count):
+            for row in range(count):
                 tokens[row, 0], tokens[row, 1:5], tokens[row, 5] = 3, 5, 4
             inputs["mm_token_type_ids"] = (tokens == 5).int()
         value: torch.Tensor = run(input_ids=tokens, labels=tokens, **inputs).loss
@@ -186,9 +185,7 @@ def with_calls_of_the_tower(calls: Callable[[int, int], int]) -> Loss:
 
 def dropping_layers(run: Any, net: Any, step: int, rank: int) -> torch.Tensor:
     torch.manual_seed(100 * step + rank)  # LayerDrop draws from torch's generator
-    tokens = words(step, rank)
-    value: torch.Tensor = run(input_ids=tokens, labels=tokens).loss
-    return value
+    return tokens_alone(run, net, step, rank)
 
 
 def tokens_alone(run: Any, net: Any, step: int, rank: int) -> torch.Tensor:

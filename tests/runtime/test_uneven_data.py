@@ -13,19 +13,11 @@ from torch.distributed.algorithms.join import Join
 
 import hf_zero
 from hf_zero.errors import DivergenceError
+from tests.distributed.test_operation_order import WIDTH, Block
 from tests.harness.ranks import RankFailure, run_ranks
 
-WIDTH, BATCHES = 6, (7, 5, 4)
+BATCHES = (7, 5, 4)
 Weights = dict[str, torch.Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(x).tanh()
 
 
 class Net(nn.Module):
