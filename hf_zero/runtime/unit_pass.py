@@ -42,7 +42,7 @@ class UnitActions(Protocol):
 
     def after_use(self, unit: ShardUnit) -> None: ...
 
-    def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None: ...
+    def unshard(self, unit: ShardUnit, *, wait: bool) -> None: ...
 
     def reshard(self, unit: ShardUnit) -> None: ...
 
@@ -145,6 +145,6 @@ class UnitPass:
         if unit.state is not UnitState.SHARDED:
             unit.join_gather()
             return
-        self._actions.unshard(unit, wait=not is_needed)
+        self._actions.unshard(unit, wait=False)
         if not is_needed:
-            self._actions.reshard(unit)
+            self._actions.reshard(unit)  # waits for it

@@ -170,6 +170,9 @@ class OnDemandParams:
         if self._passes:
             self.before_use(unit, self._passes[-1].phase)
         else:
+            if unit.state is UnitState.SHARDED:
+                # The gather of a rank that reads alone would meet another one on a backend that matches by order.
+                self._ask([], f"a read of {unit.name}")
             with torch.no_grad():
                 self.unshard(unit)
 
