@@ -46,7 +46,7 @@ from hf_zero.distributed.torch_names import (
     reduce_scatter_single_coalesced,
 )
 from hf_zero.distributed.work import CommCount, Done, Finish, JoinBlock, Observer, Pending, SharedCall, VoteItem
-from hf_zero.errors import OffloadError, ZeroError
+from hf_zero.errors import OffloadError, StateError, ZeroError
 from hf_zero.native.block_pool import BlockPool
 
 # Elements per collective on gloo: larger single calls fall out of the cache.
@@ -373,11 +373,16 @@ class Comm:
             return
         if self._processes.stopped:
             raise self._processes.ended(name)
+        group = self._processes
+        group.add_to_log(CALL, name)
         try:
-            ended = self._processes.ended_ranks
-            self._presence.wait(name, self.name, self.rank, self.world_size, timeout_s, ended)
+            ended, look = group.ended_ranks, group.look_while_alone
+            self._presence.wait(name, self.name, self.rank, self.world_size, timeout_s, ended, look)
         except LostRankError as error:
-            raise self._processes.failure(name, error) from error
+            raise group.failure(name, error) from error
+        except StateError:
+            group.take_back()
+            raise
         self.barrier(name)  # rank 0 may hold the store: its process must not end while another rank still asks
 
     @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -10,10 +12,15 @@ import torch.distributed as dist
 
 from hf_zero.distributed.failure_monitor import FailureMonitor, watch_for
 from hf_zero.distributed.operation_log import OperationCheck, OperationLog
+from hf_zero.distributed.process_end import tell_others_of_errors
 from hf_zero.distributed.process_group import Link
 from hf_zero.distributed.processes import call_site
-from hf_zero.distributed.store_protocol import publish_reason, published_reason
+from hf_zero.distributed.store_protocol import LostRankError, publish_reason, published_reason
 from hf_zero.errors import DivergenceError, StateError, ZeroError
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 5  # operations, in a message
 
 
 class EngineGroup:
@@ -29,12 +36,15 @@ class EngineGroup:
         self._groups = groups
         self._backend = backend
         self._timeout_s = timeout_s
-        self.world_size = len(next(ranks for ranks in groups if dist.get_rank() in ranks))
+        self._members = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        self.world_size = len(self._members)
         self.log = OperationLog()
         self._connect()
+        tell_others_of_errors(self)
 
     def _connect(self) -> None:
         self._disconnected = threading.Event()
+        self._ended: list[int] = []  # when this rank closed its own
         self._lost: str | None = None  # that it was another rank, which gave no reason
         self.log.clear()
         self.link: Link | None = Link(self, self._groups, self._backend, self._timeout_s)
@@ -79,6 +89,20 @@ class EngineGroup:
         if error := self.check.difference_after_a_stall():
             self.abandon(error)
             raise RuntimeError("ranks started different operations")
+        if line := self.check.line_on_a_long_wait():
+            logger.warning(line)
+
+    def look_while_alone(self) -> None:
+        """Raise LostRankError, and stop all ranks, where others do not come because they run other code."""
+        try:
+            self.look_for_difference()
+        except RuntimeError as error:
+            raise LostRankError(str(error)) from error
+
+    def take_back(self) -> None:
+        """Undo the last `add_to_log`: the others did not come, and this rank goes on without the call."""
+        self.log.take_back()
+        self.check.publish()
 
     def expect_equal(self, digests: Sequence[float], what: str) -> None:
         """`digests`: of the operations of every rank up to `what`, in rank order. All ranks must call."""
@@ -89,8 +113,8 @@ class EngineGroup:
 
     # ---------------------------------------------------------------- the end
     def ended_ranks(self) -> list[int]:
-        """Return the ranks that have died, or closed their connections to this one."""
-        return [] if self.control is None else self.control.ended_ranks()
+        """Return the ranks that have died, or closed their connections to this one, before this one did."""
+        return self._ended if self.control is None else self.control.ended_ranks()
 
     def abandon(self, reason: ZeroError) -> None:
         """Close the connections: ranks that wait for this one stop, and raise an error of the kind and text given."""
@@ -100,6 +124,7 @@ class EngineGroup:
 
     def disconnect(self) -> None:
         """End what this rank waits for, until `reconnect`: pending operations are lost. Any thread may call."""
+        self._ended = self.ended_ranks()
         for link in self._take_links():
             link.close()
 
@@ -143,23 +168,53 @@ class EngineGroup:
     def failure(self, what: str, error: BaseException) -> ZeroError:
         """Return the error to raise when a collective broke off: the other rank's reason where it gave one."""
         reason = published_reason(self.name)
-        self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
         if reason is not None:
+            self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
             return type(reason)(
                 f"{reason}\nrank {self.run_rank} was in {what} and stops too. Called from: {call_site()}"
             )
-        last = "\n".join(f"  {line}" for line in self.log.last()[-6:])
-        return DivergenceError(
-            f"rank {self.run_rank} of {dist.get_world_size()}: {what} did not complete: {_gist(error)}\n"
-            f"Another rank has stopped, or runs other code than this one (desync_timeout is {self._timeout_s:.0f} s). "
-            "Forwards, saves and reads of sharded values need all ranks: call them on each, not on one alone. "
-            f"The last operations of this rank, to compare with the other ranks' message:\n{last}\n"
-            f"Called from: {call_site()}"
+        if ended := [self._members[rank] for rank in self.ended_ranks()]:
+            why = (
+                f"rank(s) {ended} have ended, or closed their connections after an error: see what they said last, "
+                "and whether they were killed, as the system does where memory is short."
+            )
+            if not isinstance(error, LostRankError):  # which says no more than this
+                why += f" ({_gist(error)})"
+        else:
+            why = (
+                f"{_gist(error)}\nAnother rank has stopped, or runs other code than this one (desync_timeout is "
+                f"{self._timeout_s:.0f} s). Forwards, saves and reads of sharded values need all ranks: call them on "
+                "each, not on one alone."
+            )
+        reason = DivergenceError(
+            f"rank {self.run_rank} of {dist.get_world_size()}: {what} did not complete: {why}\n"
+            f"The last operations, where known:\n{self._last_operations()}\nCalled from: {call_site()}"
         )
+        with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
+            publish_reason(self.name, reason)
+        self.disconnect()
+        return reason
+
+    def tell_of_error(self, error: BaseException) -> None:
+        """Tell the others that `error` ends this process. They read it when the process has ended, and not before."""
+        if not self.stopped:
+            text = (
+                f"rank {self.run_rank} of {dist.get_world_size()} ended by {type(error).__name__}: {_gist(error)}\n"
+                f"Raised at: {call_site(error)}\nThe last operations, where known:\n{self._last_operations()}"
+            )
+            publish_reason(self.name, DivergenceError(text))
+
+    def _last_operations(self) -> str:
+        """Return those of this rank, and of the others that wait."""
+        try:
+            known = self.check.last_operations()
+        except (RuntimeError, ValueError):  # the store has gone; or another thread adds an operation
+            known = {self.rank: self.log.last()[-_SHOWN:]}
+        return "\n".join(f"  rank {self._members[rank]}: {', then '.join(lines)}" for rank, lines in known.items())
 
 
 def _gist(error: BaseException) -> str:
     """Return the first line, which says what happened, and the last two before torch's stack: NCCL says why there."""
-    text = str(error).partition("\nException raised from ")[0]
+    text = str(error).partition("\nException raised from ")[0].partition(" This is typically caused by ")[0]
     lines = [line.strip()[:200] for line in text.splitlines() if line.strip()] or [type(error).__name__]
     return " ".join([*lines[:1], *lines[1:][-2:]])

@@ -125,7 +125,7 @@ class HostWork(GroupWork):
         pause = TIMEOUTS.first_look
         while True:
             pause = min(2 * pause, TIMEOUTS.look_every)
-            if monitor.look():
-                self._group.look_for_difference()
+            monitor.look()
+            self._group.look_for_difference()
             if self._running.acquire(timeout=pause):
                 return

@@ -74,6 +74,12 @@ class OperationLog:
         self._kept.append((self.position, Operation(op, what, numel, dtype), self._state))
         self.position += 1
 
+    def take_back(self) -> None:
+        """Forget the operation that was added last: this rank gave it up, and nothing was exchanged."""
+        self._kept.pop()
+        self.position -= 1
+        self._state = self._kept[-1][2] if self._kept else bytes(8)
+
     @property
     def tag(self) -> int:
         """The tag of messages that belong to the operation added last."""
@@ -113,7 +119,7 @@ class OperationCheck:
         self._published: tuple[int, str] | None = None
         self._stalled_at = -1  # position of the log
         self._stalled_since = 0.0
-        self._next_look = 0.0
+        self._next_look = self._next_line = 0.0
 
     def difference_after_a_stall(self) -> ZeroError | None:
         """Return an error if this rank waits for nothing, because another one has started other operations.
@@ -124,6 +130,7 @@ class OperationCheck:
         if self._stalled_at != self._log.position:
             self._stalled_at = self._log.position
             self._stalled_since, self._next_look = now, now + TIMEOUTS.stalled
+            self._next_line = now + TIMEOUTS.say_every
         if now < self._next_look:
             return None
         self._next_look = now + min(max(now - self._stalled_since, TIMEOUTS.stalled), TIMEOUTS.compare_every)
@@ -149,6 +156,37 @@ class OperationCheck:
         ranks = [*one_of_each, *(rank for rank in range(len(digests)) if rank not in one_of_each)]
         text = "ranks started different operations, too long ago to say which"
         return self._compare(ranks, last) or DivergenceError(text)
+
+    def line_on_a_long_wait(self) -> str | None:
+        """Return who waits for whom where this rank has waited for long: on one of those that wait, once a minute."""
+        now = time.monotonic()
+        if self._stalled_at != self._log.position or now < self._next_line:
+            return None
+        self._next_line = now + TIMEOUTS.say_every
+        mine = json.dumps(self._published).encode()
+        there = [self._store().check([place]) and self._store().get(place) == mine for place in self._places]
+        waiting = [rank for rank, is_there in enumerate(there) if is_there]
+        missing = [rank for rank, is_there in enumerate(there) if not is_there]
+        if not missing or self._rank != min(waiting, default=-1):
+            return None
+        return (
+            f"rank(s) {waiting} have waited {now - self._stalled_since:.0f} s for rank(s) {missing}, which are alive "
+            f"and have not come to {self._log.last()[-1]}"
+        )
+
+    def last_operations(self) -> dict[int, list[str]]:
+        """Return the last operations of the ranks that have published theirs: of this one, and of those that wait."""
+        self.publish()
+        known = [rank for rank, key in enumerate(self._lists) if self._store().check([key])][:_RANKS_SHOWN]
+        lists = self._store().multi_get([self._lists[rank] for rank in known])
+        return {
+            rank: [line for _, line in sorted((int(at), line) for at, line in json.loads(one).items())][-_SHOWN:]
+            for rank, one in zip(known, lists, strict=True)
+        }
+
+    def publish(self) -> None:
+        """Let the other ranks know the operations that this one has started."""
+        self._publish(self._log.digests())
 
     def _publish(self, digests: Mapping[int, str]) -> None:
         place = max(digests.items(), default=(-1, ""))

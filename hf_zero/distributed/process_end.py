@@ -60,6 +60,10 @@ class EndsWithPython(Protocol):
     def end_with_python(self) -> None: ...
 
 
+class TellsOthers(Protocol):
+    def tell_of_error(self, error: BaseException) -> None: ...
+
+
 class _DefaultGroup:
     """The process group of all ranks, where hf_zero joined them, or uses it."""
 
@@ -71,11 +75,13 @@ class _DefaultGroup:
 _DEFAULT_GROUP = _DefaultGroup()
 _HAS_DEVICE_GROUPS = False
 _TURNS: dict[Turn, weakref.WeakSet[EndsWithPython]] = {turn: weakref.WeakSet() for turn in Turn}
+_TELL: weakref.WeakSet[TellsOthers] = weakref.WeakSet()
 
 
 def _forget() -> None:
     for live in _TURNS.values():
         live.clear()
+    _TELL.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -85,6 +91,18 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def end_with_python(one: EndsWithPython, turn: Turn) -> None:
     """Call `one.end_with_python` at Python's end, unless `one` is garbage by then."""
     _TURNS[turn].add(one)
+
+
+def tell_others_of_errors(one: TellsOthers) -> None:
+    """Call `one.tell_of_error` when an error ends this process, unless `one` is garbage by then."""
+    _TELL.add(one)
+
+
+def tell_others(error: BaseException) -> None:
+    """Let the other ranks know that `error` ends this process."""
+    for one in list(_TELL):
+        with contextlib.suppress(RuntimeError, ValueError):  # the key-value store has gone
+            one.tell_of_error(error)
 
 
 def leave_cleanly_at_exit() -> None:
@@ -102,6 +120,8 @@ def end_at_once_on_errors() -> None:
 def _end() -> None:
     """See [Note: Threads at Python's end]."""
     fails = hasattr(sys, "last_value")
+    if fails and sys.last_value is not None:
+        tell_others(sys.last_value)
     for turn in Turn:
         for one in list(_TURNS[turn]) if turn < Turn.LINKS or not fails else []:
             one.end_with_python()

@@ -10,8 +10,9 @@ import pickle
 import socket
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,6 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from hf_zero.distributed.environment import described_processes
 from hf_zero.distributed.interface import choose_interface
 from hf_zero.distributed.process_end import leave_cleanly_at_exit
+from hf_zero.distributed.restarts import separate_attempts
 from hf_zero.distributed.unusable_device import unusable_accelerator
 from hf_zero.errors import ConfigError, DivergenceError, ZeroError
 
@@ -96,6 +98,7 @@ def prepare_to_be_joined() -> None:
         ConfigError: See adopt_cluster_variables and choose_interface.
     """
     adopt_cluster_variables()
+    separate_attempts()
     # Without an agent of torchrun the store would live in rank 0, as that of the group will.
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if described_world_size() > 1 and has_store and not dist.is_initialized():
@@ -107,6 +110,7 @@ def _init_process_group(backend: str, timeout: datetime.timedelta | None = None)
 
     `timeout` is that of the store too; None means torch's own for the backend.
     """
+    separate_attempts()
     timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(backend))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     choose_interface(store, rank, world_size)
@@ -338,12 +342,15 @@ def wrong_on_all(what: str) -> Iterator[None]:
         raise
 
 
-def call_site() -> str:
-    """File and line of the innermost frame that is the user's own: not hf_zero's, Python's or a library's."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+def call_site(error: BaseException | None = None) -> str:
+    """File and line of the innermost frame that is the user's own: not hf_zero's, Python's or a library's.
+
+    Args:
+        error: Look where it was raised; None: look where this thread is.
+    """
+    frames = traceback.walk_stack(sys._getframe()) if error is None else traceback.walk_tb(error.__traceback__)
+    for frame, line in frames if error is None else reversed(list(frames)):
         code = frame.f_code
         if not code.co_filename.startswith(_NOT_THE_USERS) and "site-packages" not in code.co_filename:
-            return f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
-        frame = frame.f_back
+            return f"{code.co_filename}:{line} ({code.co_name})"
     return "a thread without code of yours"

@@ -41,10 +41,12 @@ class Presence:
         world_size: int,
         timeout_s: float | None,
         ended_ranks: Callable[[], list[int]],
+        look: Callable[[], None],
     ) -> None:
         """Return once every rank has called with the same `name`.
 
-        The store may live in a rank: none must end its process before all have returned.
+        The store may live in a rank: none must end its process before all have returned. `look` is called again and
+        again, and raises LostRankError where others do something else.
 
         Raises:
             StateError: Some did not come.
@@ -53,7 +55,7 @@ class Presence:
         timeout_s = timeout_s or TIMEOUTS.presence
         keys = [f"hf_zero/{group}/{name}/{self._calls[name]}/{rank}" for rank in range(world_size)]
         try:
-            missing = _missing(keys, rank, timeout_s, ended_ranks)
+            missing = _missing(keys, rank, timeout_s, ended_ranks, look)
         except RuntimeError as error:  # DistNetworkError
             reason = str(error).splitlines()[0]
             raise LostRankError(
@@ -77,7 +79,9 @@ def _exchange_failures(group: str, rank: int, missing: Sequence[int], name: str)
     return [store.get(f"{prefix}/{other}").decode() for other in missing if store.check([f"{prefix}/{other}"])]
 
 
-def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable[[], list[int]]) -> list[int]:
+def _missing(
+    keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable[[], list[int]], look: Callable[[], None]
+) -> list[int]:
     """Return the ranks that have not come within `timeout_s`; this rank has then not come either."""
     store = _store()
     store.set(keys[rank], "1")
@@ -89,6 +93,7 @@ def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable
         if now > look_at:
             if ended := ended_ranks():
                 raise LostRankError(f"rank(s) {ended} have ended, or closed their connections after an error")
+            look()
             look_at = now + TIMEOUTS.look_for_ended
         if now > deadline:
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
@@ -165,8 +170,9 @@ class MessageBox:
 
 
 def publish_reason(group: str, reason: ZeroError) -> None:
-    """Publish why this rank is about to close its connections in `group`."""
-    _store().set(_key(group), f"{type(reason).__name__}\n{reason}")
+    """Publish why this rank is about to close its connections in `group`, where none has said so before."""
+    if published_reason(group) is None:
+        _store().set(_key(group), f"{type(reason).__name__}\n{reason}")
 
 
 def published_reason(group: str) -> ZeroError | None:

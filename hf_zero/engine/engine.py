@@ -27,6 +27,7 @@ from hf_zero.engine.joining import Joining
 from hf_zero.engine.offloaded_states import OffloadedStates, kinds_of
 from hf_zero.engine.parts import parts_of
 from hf_zero.engine.reports import Reports
+from hf_zero.engine.same_config import refuse_other_configurations
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
@@ -87,6 +88,7 @@ class ZeroEngine(DeepSpeedNames):
         self.managed = managed
         self.trains = train
         self.comm = Comm.join(device, groups=groups, timeout_s=config.desync_timeout) if built is None else built.comm
+        refuse_other_configurations(self.comm, config)
         self.parts = parts_of(self)
         if built is None:
             built = build_units(model, BuildSettings.of(config, train=train), self.comm)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hf_zero.distributed.digests import digest_of
+from hf_zero.distributed.processes import call_site
 from hf_zero.errors import StateError
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.grad_stand_in import INSTEAD, GradStandIn
@@ -205,7 +206,8 @@ class ParamGrads:
             + "\n".join(said)
             + "\nDrop or edit gradients, which are means over ranks, and write to weights alike on every rank. "
             "nn.Embedding(max_norm=...) scales the rows of a rank's own batch: leave max_norm out, and scale the rows "
-            "after engine.step() inside `with hf_zero.gathered_params(model, write_rank=0):`."
+            "after engine.step() inside `with hf_zero.gathered_params(model, write_rank=0):`.\n"
+            f"Called from: {call_site()}"
         )
 
     @property

@@ -55,7 +55,7 @@ def test_the_survivors_are_told(victim: int, how: str, call: str, tmp_path: Any)
         if rank == victim:
             continue
         assert failure.kind == "DivergenceError", failure.traceback
-        said = f"rank {rank} of 3: {call} did not complete: "
+        said = f"of 3: {call} did not complete: "
         assert said in failure.message and "ended" in failure.message, failure.message
         assert "on every rank" not in failure.message
         if victim:

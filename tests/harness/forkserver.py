@@ -303,6 +303,9 @@ def _run_rank(job: Job, port: int, rank: int) -> int:
         return 0
     except BaseException as error:
         _write(folder / f"error-{rank}.pkl", _pickled_error(error))
+        module = sys.modules.get("hf_zero.distributed.process_end")
+        if module and not isinstance(error, SystemExit):
+            module.tell_others(error)  # as at the end of Python
         return 1
     finally:
         sys.stdout.flush()

@@ -97,8 +97,12 @@ def test_one_rank_fails(failure: str, place: str, stage: int, schedule: str) -> 
     )
     assert failures[1].kind == {"dies": "Died", "raises": "ValueError", "disk is full": "OffloadError"}[failure]
     assert failures[0].kind == FAILURES[failure], failures[0].traceback
-    said = "rank 1: no space left" if failure == "disk is full" else "did not complete"
-    assert said in failures[0].message
+    said = {
+        "dies": "did not complete: rank(s) [1] have ended",
+        "raises": "rank 1 of 2 ended by ValueError: a mistake in the script of rank 1",
+        "disk is full": "rank 1: no space left",
+    }
+    assert said[failure] in failures[0].message
 
 
 def memory_ends_in_a_collective(call: str) -> None:
