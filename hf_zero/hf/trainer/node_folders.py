@@ -23,11 +23,9 @@ from hf_zero.checkpoint.published_weights import damaged_files
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import agree, all_ranks_give
 from hf_zero.errors import CheckpointError
-from hf_zero.hf.trainer.resume import numbered, usable
+from hf_zero.hf.trainer.resume import AUTO, NEWEST, RESUME, numbered, usable
 
 logger = logging.getLogger(__name__)
-
-_RESUME = "resume_from_checkpoint"
 
 # TrainingArguments, by id, between whose ranks the writers are agreed: a callback may save inside.
 _inside: set[int] = set()
@@ -92,27 +90,30 @@ class _View:
     missing: frozenset[str] = frozenset()  # rank files
 
 
-def agree_on_nodes(args: Any, asked: Any) -> str:
+def agree_on_nodes(args: Any, asked: Any) -> str | None:
     """Agree on a checkpoint of which each node has a part; bring the small files to the nodes that lack them.
 
     A checkpoint is complete if no node has a damaged part, all have parts of one save, and together they have all
-    files. All ranks must call; raises CheckpointError on every rank.
+    files. None where there is none, and "auto" was asked for. All ranks must call; raises CheckpointError on every
+    rank.
     """
-    paths = numbered(Path(args.output_dir), "checkpoint-") if asked is True else [Path(str(asked))]
-    everyone: list[dict[str, _View | None]] = all_ranks_give({str(path): _view(path) for path in paths}, _RESUME)
+    paths = numbered(Path(args.output_dir), "checkpoint-") if asked in NEWEST else [Path(str(asked))]
+    everyone: list[dict[str, _View | None]] = all_ranks_give({str(path): _view(path) for path in paths}, RESUME)
     names = list(dict.fromkeys(name for views in everyone for name in views))
-    if asked is not True and len(names) > 1:
+    if asked not in NEWEST and len(names) > 1:
         raise CheckpointError(f"ranks would resume from different checkpoints: {names}.")
-    names.sort(key=lambda name: int(name.rpartition("-")[2]) if asked is True else 0, reverse=True)
+    names.sort(key=lambda name: int(name.rpartition("-")[2]) if asked in NEWEST else 0, reverse=True)
     for name in names:
         reason = _why_not(name, [views.get(name) for views in everyone])
         if reason is None:
             _bring_small_files(args, Path(name))
             return name
-        if asked is not True:
+        if asked not in NEWEST:
             raise CheckpointError(f"Can't find a valid checkpoint at {name}: {reason}")
         if args.process_index == 0:
             logger.warning("passing over %s: %s", name, reason)
+    if asked == AUTO:
+        return None
     raise CheckpointError(
         f"Can't find a valid checkpoint at {args.output_dir}: resume_from_checkpoint=True, but the nodes of this run "
         "together hold no complete checkpoint-N folder.\nLeave resume_from_checkpoint out to start from the beginning."
@@ -166,10 +167,10 @@ def _bring_small_files(args: Any, folder: Path) -> None:
     rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
     names = [TRAINER_STATE_NAME, SCHEDULER_NAME, str(manifest_path(folder).relative_to(folder)), rng]
     lacking = [name for name in names if not (folder / name).is_file()]
-    wanted = sorted({name for one in all_ranks_give(lacking, _RESUME) for name in one})
+    wanted = sorted({name for one in all_ranks_give(lacking, RESUME) for name in one})
     if not wanted:
         return
-    owned: list[list[str]] = all_ranks_give([name for name in wanted if (folder / name).is_file()], _RESUME)
+    owned: list[list[str]] = all_ranks_give([name for name in wanted if (folder / name).is_file()], RESUME)
     first = {name: rank for rank, mine in reversed(list(enumerate(owned))) for name in mine}
     given: dict[str, bytes] = {}
 
@@ -191,6 +192,6 @@ def _bring_small_files(args: Any, folder: Path) -> None:
             except OSError as error:
                 raise CheckpointError(f"cannot write {error.filename}: {error.strerror}") from error
 
-    for files in agree(_RESUME, read, CheckpointError):
+    for files in agree(RESUME, read, CheckpointError):
         given.update(files)
-    agree(_RESUME, write, CheckpointError)
+    agree(RESUME, write, CheckpointError)

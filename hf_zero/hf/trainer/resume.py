@@ -31,6 +31,12 @@ from hf_zero.hf.local_files import on_all_ranks, reading, writing
 from hf_zero.optim.schedules.base import Schedule
 
 logger = logging.getLogger(__name__)
+_start = logging.getLogger("hf_zero.start")  # shown at every level of verbosity
+
+RESUME = "resume_from_checkpoint"
+AUTO = "auto"  # the newest complete checkpoint, or none
+NEWEST = (True, AUTO)
+_PREFIX = "checkpoint-"
 
 
 def has_sharded_state(folder: str | Path) -> bool:
@@ -93,47 +99,62 @@ def agree_on_start(args: Any, asked: str | bool | None, timeout_s: float) -> boo
     return bool(given)
 
 
-def agree_on_checkpoint(args: Any, asked: Any) -> str:
+def agree_on_checkpoint(args: Any, asked: Any) -> str | None:
     """Return the folder that all ranks resume from; see `checkpoint_to_resume`. All ranks must call.
 
     Raises CheckpointError on every rank, before training begins, if one of them cannot resume, or from another folder.
     """
 
-    def find() -> str:
+    def find(asked: Any = asked) -> str | None:
         return checkpoint_to_resume(args.output_dir, asked, quiet=args.process_index != 0)
 
-    folders = agree("resume_from_checkpoint", find, CheckpointError)
+    folders = agree(RESUME, find, CheckpointError)
+    if asked in NEWEST and len(set(folders)) > 1 and None not in folders:
+        # A file system may show a new folder to one host later than to another.
+        oldest = min(folders, key=lambda folder: _number(Path(str(folder)), _PREFIX))
+        folders = agree(RESUME, lambda: find(oldest), CheckpointError)
     if len(set(folders)) > 1:
         raise CheckpointError(f"ranks would resume from different checkpoints: {folders} (in rank order).")
-    if args.process_index == 0:
+    if args.process_index == 0 and folders[0] is not None:
         warn_of_changes(folders[0])
     return folders[0]
 
 
-def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, quiet: bool = False) -> str:
-    """The folder that `resume_from_checkpoint=asked` means: the newest complete one for True, else the one named.
+def tell_of_start(args: Any, folder: str | None) -> None:
+    """Say what "auto" has come to, on one rank."""
+    if args.process_index == 0 and folder is None:
+        _start.info("%s='auto': %s holds no complete checkpoint, training starts anew", RESUME, args.output_dir)
+    elif args.process_index == 0:
+        _start.info("%s='auto': training goes on from %s", RESUME, folder)
+
+
+def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, quiet: bool = False) -> str | None:
+    """The folder that `resume_from_checkpoint=asked` means: the newest complete one for True and "auto", else the one
+    named. None where there is no complete one, and "auto" was asked for.
 
     Args:
         quiet: Do not log which newer folders are passed over.
     Raises:
         CheckpointError: There is none, or the one named is incomplete; the newest complete one is offered.
     """
-    if asked is not True:
+    if asked not in NEWEST:
         folder = Path(str(asked))
         reason = why_torn(folder) if folder.is_dir() else f"there is no folder {folder}."
         if reason is not None:
             raise CheckpointError(f"Can't find a valid checkpoint at {folder}: {reason}{offer(folder)}")
         return usable(folder)
-    for path in numbered(Path(output_dir), "checkpoint-"):
+    for path in numbered(Path(output_dir), _PREFIX):
         reason = why_torn(path)
         if reason is None:
             return usable(path)
         if not quiet:
             logger.warning("passing over %s: %s", path.name, reason)
+    if asked == AUTO:
+        return None
     raise CheckpointError(
         f"Can't find a valid checkpoint at {output_dir}: resume_from_checkpoint=True, but it holds no complete "
         "checkpoint-N folder.\n"
-        "Leave resume_from_checkpoint out to start from the beginning."
+        'Leave resume_from_checkpoint out to start from the beginning, or ask for "auto".'
     )
 
 
@@ -174,8 +195,12 @@ def usable(folder: Path) -> str:
 def numbered(folder: Path, prefix: str) -> list[Path]:
     """`prefix`N folders, the largest N first."""
     found = [path for path in folder.glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
-    found.sort(key=lambda path: int(path.name.removeprefix(prefix)), reverse=True)
+    found.sort(key=lambda path: _number(path, prefix), reverse=True)
     return [path for path in found if path.is_dir()]
+
+
+def _number(folder: Path, prefix: str) -> int:
+    return int(folder.name.removeprefix(prefix))
 
 
 def rng_state_file(trainer: Any, folder: str) -> str:

@@ -40,6 +40,7 @@ from hf_zero.hf.trainer.logged_values import LoggedValues
 from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, weights_where_asked
 from hf_zero.hf.trainer.out_of_memory import run_attempt
 from hf_zero.hf.trainer.resume import (
+    AUTO,
     agree_on_checkpoint,
     agree_on_start,
     delete_older,
@@ -47,6 +48,7 @@ from hf_zero.hf.trainer.resume import (
     lacks_frozen_weights,
     read_scheduler,
     rng_state_file,
+    tell_of_start,
     write_scheduler,
 )
 from hf_zero.hf.trainer.trl_hash import hash_over_shards
@@ -172,10 +174,17 @@ def train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Resume from the newest complete checkpoint where the stock Trainer takes the newest of all."""
+    """Resume from the newest complete checkpoint where the stock Trainer takes the newest of all.
+
+    The argument of the Trainer counts where it is "auto", which the stock Trainer does not know.
+    """
+    if resume_from_checkpoint is None and self.args.resume_from_checkpoint == AUTO:
+        resume_from_checkpoint = AUTO
     if agree_on_start(self.args, resume_from_checkpoint, plugin.config.desync_timeout):
         agree = agree_on_nodes if self.args.save_on_each_node else agree_on_checkpoint
-        resume_from_checkpoint = agree(self.args, resume_from_checkpoint)
+        asked, resume_from_checkpoint = resume_from_checkpoint, agree(self.args, resume_from_checkpoint)
+        if asked == AUTO:
+            tell_of_start(self.args, resume_from_checkpoint)
     _mix_references_by_shards(self)
     _warn_of_unused_block(self, plugin)
     result = orig(resume_from_checkpoint, *args, **kwargs)
