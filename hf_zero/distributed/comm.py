@@ -395,6 +395,19 @@ class Comm:
             self.abandon(OffloadError(text))
             raise OffloadError(text) from error
 
+    @contextlib.contextmanager
+    def naming_lost_ranks(self, what: str) -> Iterator[None]:
+        """Say why a collective of other libraries inside the block has failed, where ranks have ended."""
+        try:
+            yield
+        except (ZeroError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            lost = None if self._processes is None else self._processes.lost_ranks(what, error)
+            if lost is None:
+                raise
+            raise lost from error
+
     def abandon(self, reason: ZeroError) -> None:
         """Close the connections: ranks that wait for this one stop, and raise an error of the kind and text given."""
         if self._processes is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -190,10 +189,15 @@ class EngineGroup:
             f"rank {self.run_rank} of {dist.get_world_size()}: {what} did not complete: {why}\n"
             f"The last operations, where known:\n{self._last_operations()}\nCalled from: {call_site()}"
         )
-        with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
-            publish_reason(self.name, reason)
+        publish_reason(self.name, reason)
         self.disconnect()
         return reason
+
+    def lost_ranks(self, what: str, error: BaseException) -> ZeroError | None:
+        """Return the `failure` to raise instead of an error of torch, where other ranks have ended; None if not."""
+        if self.stopped or self.ended_ranks() or published_reason(self.name) is not None:
+            return self.failure(what, error)
+        return None
 
     def tell_of_error(self, error: BaseException) -> None:
         """Tell the others that `error` ends this process. They read it when the process has ended, and not before."""

@@ -18,7 +18,8 @@ sees this one.
 The destructor of NCCL's group waits for its watchdog, which sleeps for a minute after an error, and for kernels whose
 other ranks may never come, while those wait for this process to end. So where an exception ends a process that has
 such a group, the process ends without destructors. Before that the other ranks get a second to read why: the
-key-value store may live in this process, and a launcher that sees it end kills theirs.
+key-value store may live in this process, and a launcher that sees it end kills theirs. Without such a group they get
+it where the store may live here.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def _end() -> None:
     for turn in Turn:
         for one in list(_TURNS[turn]) if turn < Turn.LINKS or not fails else []:
             one.end_with_python()
+    if fails and _may_hold_store() and not _HAS_DEVICE_GROUPS:
+        time.sleep(2 * TIMEOUTS.look_every)
     if fails and _HAS_DEVICE_GROUPS:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -134,6 +137,12 @@ def _end() -> None:
         os._exit(1)
     _wait_until_at_rest()
     let_late_threads_sleep()
+
+
+def _may_hold_store() -> bool:
+    """Whether other ranks may lose the key-value store, and with it what ended this one, when this process ends."""
+    is_first = dist.is_initialized() and dist.get_rank() == 0 and dist.get_world_size() > 1
+    return is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _wait_until_at_rest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -171,8 +172,10 @@ class MessageBox:
 
 def publish_reason(group: str, reason: ZeroError) -> None:
     """Publish why this rank is about to close its connections in `group`, where none has said so before."""
-    if published_reason(group) is None:
-        _store().set(_key(group), f"{type(reason).__name__}\n{reason}")
+    store = _store()
+    with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
+        if published_reason(group) is None:
+            store.set(_key(group), f"{type(reason).__name__}\n{reason}")
 
 
 def published_reason(group: str) -> ZeroError | None:

@@ -7,8 +7,9 @@ too, so that all of them make the same next attempt.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate.utils.memory import should_reduce_batch_size
@@ -34,7 +35,8 @@ def run_attempt(trainer: Any, plugin: ZeroPlugin, loop: Callable[..., Any], batc
         if (engine := engine_of(trainer.model)) is not None:  # of an earlier attempt
             engine.config = plugin.resolve(trainer.accelerator, trainer.model)
     try:
-        return loop(batch_size, **kwargs)
+        with naming_lost_ranks(trainer, "training"):
+            return loop(batch_size, **kwargs)
     except RuntimeError as error:
         recovery.drop_frames(error)
         if not isinstance(error, OutOfMemoryError):  # another rank ran out of memory, and this one was stopped
@@ -44,6 +46,18 @@ def run_attempt(trainer: Any, plugin: ZeroPlugin, loop: Callable[..., Any], batc
             if trainer.args.process_index == 0:
                 logger.warning("a batch of %s per rank does not fit: %s", batch_size, str(error).splitlines()[0])
         raise
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(trainer: Any, what: str) -> Iterator[None]:
+    """Let errors of collectives that Trainer and accelerate make inside the block name the ranks that have ended."""
+    try:
+        yield
+    except RuntimeError as error:  # the engine may have been made inside
+        if (engine := engine_of(trainer.model)) is None:
+            raise
+        with engine.comm.naming_lost_ranks(what):
+            raise error
 
 
 def _stop_others(rank: int, error: RuntimeError) -> None:

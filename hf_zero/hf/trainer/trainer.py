@@ -38,7 +38,7 @@ from hf_zero.hf.models.saving import weights_to_save
 from hf_zero.hf.patching import ACTIVATION, PatchPoint, instead
 from hf_zero.hf.trainer.logged_values import LoggedValues
 from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, weights_where_asked
-from hf_zero.hf.trainer.out_of_memory import run_attempt
+from hf_zero.hf.trainer.out_of_memory import naming_lost_ranks, run_attempt
 from hf_zero.hf.trainer.resume import (
     AUTO,
     agree_on_checkpoint,
@@ -445,7 +445,8 @@ def get_learning_rate(self: Any, orig: Original, engine: ZeroEngine) -> Any:
 @_in_place_of("evaluation_loop", "dataloader", "description")
 def evaluation_loop(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
     """Evaluate with one gather for all batches where generation runs for every batch."""
-    with calls_in_a_row() if getattr(self.args, "predict_with_generate", False) else nullcontext():
+    in_a_row = calls_in_a_row() if getattr(self.args, "predict_with_generate", False) else nullcontext()
+    with in_a_row, naming_lost_ranks(self, "evaluation"):
         return orig(*args, **kwargs)
 
 
