@@ -166,13 +166,15 @@ class EngineGroup:
 
     def failure(self, what: str, error: BaseException) -> ZeroError:
         """Return the error to raise when a collective broke off: the other rank's reason where it gave one."""
+        # In this order: a rank publishes before it closes its connections.
+        ended = [self._members[rank] for rank in self.ended_ranks()]
         reason = published_reason(self.name)
         if reason is not None:
             self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
             return type(reason)(
                 f"{reason}\nrank {self.run_rank} was in {what} and stops too. Called from: {call_site()}"
             )
-        if ended := [self._members[rank] for rank in self.ended_ranks()]:
+        if ended:
             why = (
                 f"rank(s) {ended} have ended, or closed their connections after an error: see what they said last, "
                 "and whether they were killed, as the system does where memory is short."

@@ -274,6 +274,7 @@ BY_DAY = (
     "raises in forward",
     "is killed in forward",
     "leaves the loop, and tears the engine down",
+    *BUILT,
 )
 
 

@@ -60,15 +60,16 @@ def save(root: str, folder: str, stage: int, in_background: bool = False) -> tup
     return losses_of(trainer), len(rotations)
 
 
-def resume(root: str, stage: int, nodes: list[int]) -> list[float]:
+def resume(root: str, stage: int, nodes: list[int], asked: Any) -> list[float]:
     trainer = trainer_on(root, LOCAL, nodes, stage)
-    trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=asked)
     return losses_of(trainer)
 
 
 def refused(root: str, stage: int) -> None:
     for asked, match in (
         (True, "together hold no complete"),
+        ("auto", "together hold no complete"),
         (f"{LOCAL}/checkpoint-{SAVES}", "no node of this run has"),
     ):
         trainer = trainer_on(root, LOCAL, [0, 0], stage)
@@ -99,7 +100,7 @@ def test_trainers_of_two_nodes_go_on_from_their_folders(in_background: bool, tmp
     for number, nodes in enumerate([[0, 1]] if in_background else [[0, 1], [0, 2, 1, 1]]):
         copy = tmp_path / f"resumed{number}"
         shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("resumed*"))
-        found_losses = run_ranks(resume, len(nodes), str(copy), stage, nodes)[0]
+        found_losses = run_ranks(resume, len(nodes), str(copy), stage, nodes, "auto" if number else True)[0]
         assert found_losses == pytest.approx(losses, rel=0, abs=1e-5), nodes
 
 

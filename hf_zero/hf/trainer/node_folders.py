@@ -112,11 +112,14 @@ def agree_on_nodes(args: Any, asked: Any) -> str | None:
             raise CheckpointError(f"Can't find a valid checkpoint at {name}: {reason}")
         if args.process_index == 0:
             logger.warning("passing over %s: %s", name, reason)
-    if asked == AUTO:
+    # A whole checkpoint, of which another node has a part, is not to be written over.
+    is_elsewhere = any(view is not None and view.missing for views in everyone for view in views.values())
+    if asked == AUTO and not is_elsewhere:
         return None
     raise CheckpointError(
-        f"Can't find a valid checkpoint at {args.output_dir}: resume_from_checkpoint=True, but the nodes of this run "
-        "together hold no complete checkpoint-N folder.\nLeave resume_from_checkpoint out to start from the beginning."
+        f"Can't find a valid checkpoint at {args.output_dir}: resume_from_checkpoint={asked!r}, but the nodes of this "
+        "run together hold no complete checkpoint-N folder.\n"
+        "Leave resume_from_checkpoint out to start from the beginning."
     )
 
 
