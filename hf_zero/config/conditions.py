@@ -7,6 +7,7 @@ Facts of a run have names that begin with "@", and are known to some callers onl
 |---|---|---|
 | @pipeline | whether the model is a PipelineModule | who resolves with a model |
 | @loader | whether hf_zero makes the loader | `initialize`, Trainer and Accelerate |
+| @trainer | whether Trainer has the loop | as @loader |
 | @device | the type of the device, such as "cpu" | the engine |
 | @whole_units | whether one collective moves a whole unit: on every backend but gloo | the engine |
 """
@@ -129,6 +130,10 @@ PRINTS = When(lambda get: get("steps_per_print") > 0, "steps_per_print is not gi
 SOME_OPS = When(lambda get: get("comms_logger.prof_all") is False, "comms_logger.prof_all is on")
 CONTIGUOUS_INPUTS = When(
     lambda get: get(f"{ACTIVATIONS}.contiguous_memory_optimization") is True, "contiguous_memory_optimization is off"
+)
+TRAINER = When(
+    lambda get: get("@trainer"),
+    "it is for Trainer; a loop of your own goes on in torch.distributed.algorithms.join.Join([engine])",
 )
 OWN_LOADER = When(
     lambda get: get("@loader"),

@@ -293,6 +293,7 @@ class _Resolver:
             facts["pipeline.virtual_stages"] = model.virtual_stages
         if self.around.args is not None or self.around.makes_loader is not None:
             facts["@loader"] = bool(self.around.makes_loader)
+            facts["@trainer"] = self.around.args is not None
         return facts
 
     def _clipping_notice(self) -> list[str]:

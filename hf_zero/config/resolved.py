@@ -380,7 +380,7 @@ class ResolvedConfig(Mapping[str, Any]):
 
     As a mapping it is what the user gave, nested as in the file, with values instead of "auto", and the batch
     numbers: what DeepSpeed's engines have under `engine.config`. Attributes and `settings` have the defaults too.
-    `desync_timeout`, `keep_fp32` and `gather_for_generation` are hf_zero's own keys.
+    `desync_timeout`, `keep_fp32`, `gather_for_generation` and `uneven_data` are hf_zero's own keys.
     """
 
     train_batch_size: int = key(
@@ -424,6 +424,11 @@ class ResolvedConfig(Mapping[str, Any]):
     gather_for_generation: str = key(
         "The way in which generate gets the weights at stage 3: all at once, or layer by layer for every token.",
         Choice("auto", choices=("auto", "once", "stream"), when=(c.STAGE_3,)),
+    )
+    uneven_data: str = key(
+        "The way in which Trainer goes on where ranks have different numbers of batches: an error, to the end of the "
+        "shortest data, or of the longest.",
+        Choice("error", choices=("error", "stop", "join"), when=(c.TRAINER,)),
     )
     dataloader_drop_last: bool = key(
         "Drop the last samples of training_data if they do not fill a batch.",

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_zero
@@ -385,6 +385,25 @@ def libraries(job: Job) -> None:
     job.seen["called"] = [re.sub(r"<.*?>", "<>", repr(one)) for one in called]
 
 
+def trainer(job: Job) -> None:
+    """Train with more batches on one rank than on the other."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    row = {"input_ids": torch.arange(4), "labels": torch.arange(4)}
+    args = hf_zero.TrainingArguments(
+        output_dir=str(job.folder),
+        zero=job.config,
+        per_device_train_batch_size=job.config["train_micro_batch_size_per_gpu"],
+        learning_rate=job.config["optimizer"]["params"]["lr"],
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+    )
+    data = [row] * (4 + 2 * dist.get_rank())
+    one = hf_zero.Trainer(model=LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32)), args=args, train_dataset=data)
+    one.get_train_dataloader = lambda: DataLoader(data, batch_size=2)
+    one.train()
+
+
 def summary(job: Job) -> None:
     _train(job)
     hf_zero.comm.log_summary()
@@ -404,7 +423,7 @@ def lag(job: Job) -> None:
 SCENARIOS: dict[str, Callable[[Job], None]] = {
     one.__name__: one
     for one in (lag, train, overflow, tiny, float8, unused, regions, saves, tags, generate, pipeline, untested, rates)
-} | {"libraries": libraries, "summary": summary}
+} | {"libraries": libraries, "summary": summary, "trainer": trainer}
 
 
 @dataclass
@@ -538,6 +557,7 @@ FLIPS: dict[str, Flip] = {
     "keep_fp32": Flip(["*norm*"], {"bf16.enabled": True}),
     "desync_timeout": Flip(90, {}),
     "gather_for_generation": Flip("stream", {**STAGE_3, "gather_for_generation": "once"}, "generate"),
+    "uneven_data": Flip("join", {}, "trainer", raises=True),
     "dataloader_drop_last": Flip(True, {}),
     "steps_per_print": Flip(1, {}),
     "wall_clock_breakdown": Flip(True, {}),

@@ -193,3 +193,26 @@ def test_ranks_with_data_make_the_same_calls() -> None:
     for failure in run_ranks(other_calls, 3, expect_error=True):
         assert isinstance(failure, RankFailure) and isinstance(failure.exception, DivergenceError)
         assert "rank 1: forward (0); rank 2: evaluation (0)" in failure.message
+
+
+def stop_at_the_first(stage: int) -> tuple[int, Weights]:
+    engine, schedule = start(stage)
+    steps = 0
+    with pytest.raises(RuntimeError, match="exhausted"), Join([engine], throw_on_early_termination=True):
+        for batch in data(engine.rank):
+            engine.backward(engine(batch))
+            engine.step()
+            schedule.step()
+            steps += 1
+    engine.backward(engine(data(engine.rank)[0]))  # all ranks go on, with what they like
+    engine.step()
+    weights: Weights | None = engine.full_state_dict(keep=True)
+    assert weights is not None
+    return steps, weights
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_stop_where_the_first_has_no_data(stage: int) -> None:
+    ranks = run_ranks(stop_at_the_first, 2, stage)
+    assert [steps for steps, _ in ranks] == [min(BATCHES[:2])] * 2
+    assert_same(ranks[0][1], ranks[1][1])

@@ -28,7 +28,7 @@ from hf_zero.checkpoint.load import Parts
 from hf_zero.checkpoint.replaced_files import drop, put_back, set_aside
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
+from hf_zero.hf.accelerator.plugin import ZeroPlugin
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.local_files import on_all_ranks, reading, writing, writing_alone
 from hf_zero.hf.models.generation import calls_in_a_row
@@ -39,6 +39,7 @@ from hf_zero.hf.patching import ACTIVATION, PatchPoint, instead
 from hf_zero.hf.trainer.logged_values import LoggedValues
 from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, weights_where_asked
 from hf_zero.hf.trainer.out_of_memory import naming_lost_ranks, run_attempt
+from hf_zero.hf.trainer.replaced_methods import FUNCTIONS, Original, engine_of_trainer, in_place_of, plugin_of
 from hf_zero.hf.trainer.resume import (
     AUTO,
     agree_on_checkpoint,
@@ -52,6 +53,7 @@ from hf_zero.hf.trainer.resume import (
     write_scheduler,
 )
 from hf_zero.hf.trainer.trl_hash import hash_over_shards
+from hf_zero.hf.trainer.uneven_data import evaluate_joined
 from hf_zero.logs import set_verbosity
 from hf_zero.native.checksum import crc32_of_bytes
 from hf_zero.optim.registry import optimizer_of
@@ -59,41 +61,8 @@ from hf_zero.optim.schedules.build_schedule import choose_scheduler
 
 logger = logging.getLogger(__name__)
 
-Original = Callable[..., Any]
-# Method of transformers.Trainer -> what takes its place, and the leading parameters that it must have.
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
 
-
-def _plugin(trainer: Any) -> ZeroPlugin | None:
-    accelerator = getattr(trainer, "accelerator", None)
-    return accelerator.zero_plugin if isinstance(accelerator, ZeroAcceleratorMixin) else None
-
-
-def _engine(trainer: Any) -> ZeroEngine | None:
-    return engine_of(trainer.model) if _plugin(trainer) is not None else None
-
-
-def _in_place_of(name: str, *parameters: str, needs: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
-    """Replace `Trainer.name`, which takes `parameters` first, by the decorated function.
-
-    Args:
-        needs: `_plugin` or `_engine`, which the function gets after `orig`; where there is none, `orig` runs alone.
-    """
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        def act(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
-            if needs is None:
-                return function(self, orig, *args, **kwargs)
-            found = needs(self)
-            return orig(*args, **kwargs) if found is None else function(self, orig, found, *args, **kwargs)
-
-        _FUNCTIONS[name] = act, parameters
-        return function
-
-    return register
-
-
-@_in_place_of("create_accelerator_and_postprocess")
+@in_place_of("create_accelerator_and_postprocess")
 def create_accelerator(self: Any, orig: Original) -> None:
     """Make the Accelerator and put it under ZeRO, with the configuration of the arguments or the enabled one."""
     config = getattr(self.args, "zero_config", None) or ACTIVATION.enabled
@@ -121,7 +90,7 @@ def create_accelerator(self: Any, orig: Original) -> None:
     hash_over_shards()
 
 
-@_in_place_of("_move_model_to_device", "model", "device", needs=_plugin)
+@in_place_of("_move_model_to_device", "model", "device", needs=plugin_of)
 def move_model_to_device(
     self: Any, orig: Original, plugin: ZeroPlugin, model: nn.Module, device: torch.device
 ) -> None:
@@ -130,7 +99,7 @@ def move_model_to_device(
         orig(model, device)
 
 
-@_in_place_of("create_optimizer", "model", needs=_plugin)
+@in_place_of("create_optimizer", "model", needs=plugin_of)
 def create_optimizer(self: Any, orig: Original, plugin: ZeroPlugin, model: nn.Module | None = None) -> Any:
     """Make the optimizer that the configuration's `optimizer` block names, if it has one, over Trainer's groups."""
     made = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
@@ -145,7 +114,7 @@ def create_optimizer(self: Any, orig: Original, plugin: ZeroPlugin, model: nn.Mo
         self.optimizer_cls_and_kwargs = None
 
 
-@_in_place_of("create_scheduler", "num_training_steps", "optimizer", needs=_plugin)
+@in_place_of("create_scheduler", "num_training_steps", "optimizer", needs=plugin_of)
 def create_scheduler(
     self: Any, orig: Original, plugin: ZeroPlugin, num_training_steps: int, optimizer: Any = None
 ) -> Any:
@@ -165,7 +134,7 @@ def create_scheduler(
     return self.lr_scheduler
 
 
-@_in_place_of("train", "resume_from_checkpoint", needs=_plugin)
+@in_place_of("train", "resume_from_checkpoint", needs=plugin_of)
 def train(
     self: Any,
     orig: Original,
@@ -188,7 +157,7 @@ def train(
     _mix_references_by_shards(self)
     _warn_of_unused_block(self, plugin)
     result = orig(resume_from_checkpoint, *args, **kwargs)
-    if (engine := _engine(self)) is not None:
+    if (engine := engine_of_trainer(self)) is not None:
         engine.finish_updates()
         engine.summarize()
     return result
@@ -204,7 +173,7 @@ def _warn_of_unused_block(trainer: Any, plugin: ZeroPlugin) -> None:
         logger.warning("%s.%s: the scheduler block counts only if it calls super().%s", owner.__name__, method, method)
 
 
-@_in_place_of("_inner_training_loop", "batch_size", "args", needs=_plugin)
+@in_place_of("_inner_training_loop", "batch_size", "args", needs=plugin_of)
 def inner_training_loop(
     self: Any, orig: Original, plugin: ZeroPlugin, batch_size: int | None = None, **kwargs: Any
 ) -> Any:
@@ -219,7 +188,7 @@ def _mix_references_by_shards(trainer: Any) -> None:
             callback.sync_target_model = lambda model, target, alpha: copy_weights(model, target, tau=alpha)
 
 
-@_in_place_of("_save_checkpoint", "model", "trial", needs=_engine)
+@in_place_of("_save_checkpoint", "model", "trial", needs=engine_of_trainer)
 def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> None:
     """Save with every update in it, delayed ones too; what one rank cannot write is an error of all."""
     engine.finish_updates()
@@ -284,14 +253,14 @@ def _complete(trainer: Any, saved: Path, limit: int | None, keep: set[Path]) -> 
         delete_older(saved.parent, limit, keep=keep, leave_out=being_written)
 
 
-@_in_place_of("_push_from_checkpoint", "checkpoint_folder", needs=_engine)
+@in_place_of("_push_from_checkpoint", "checkpoint_folder", needs=engine_of_trainer)
 def push_from_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> Any:
     """Publish the files before the first rank uploads them. All ranks come here."""
     engine.finish_saves()
     return orig(*args, **kwargs)
 
 
-@_in_place_of("_finalize_training", "trial", "num_train_samples", "start_time", needs=_engine)
+@in_place_of("_finalize_training", "trial", "num_train_samples", "start_time", needs=engine_of_trainer)
 def finalize_training(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> Any:
     """A save in the background is over before the best model is looked for, and before train returns."""
     engine.finish_saves()
@@ -304,7 +273,7 @@ def finalize_training(self: Any, orig: Original, engine: ZeroEngine, *args: Any,
         return orig(*args, **kwargs)
 
 
-@_in_place_of("save_model", "output_dir", "_internal_call", needs=_engine)
+@in_place_of("save_model", "output_dir", "_internal_call", needs=engine_of_trainer)
 def save_model(
     self: Any, orig: Original, engine: ZeroEngine, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
@@ -356,7 +325,7 @@ def _save_full(self: Any, engine: ZeroEngine, folder: str) -> None:
             write()
 
 
-@_in_place_of("_save_optimizer_and_scheduler", "output_dir", needs=_engine)
+@in_place_of("_save_optimizer_and_scheduler", "output_dir", needs=engine_of_trainer)
 def save_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, output_dir: str) -> None:
     """Every rank writes its shards of masters and optimizer state; the writer adds the scheduler."""
     # Frozen weights are left out where another file has them: the model's beside, or that of an adapter's base.
@@ -366,14 +335,14 @@ def save_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, 
         write_scheduler(self, output_dir)
 
 
-@_in_place_of("_save_rng_state", "output_dir", needs=_engine)
+@in_place_of("_save_rng_state", "output_dir", needs=engine_of_trainer)
 def save_rng_state(self: Any, orig: Original, engine: ZeroEngine, output_dir: str) -> None:
     """Every rank writes a file of its own."""
     with writing(rng_state_file(self, output_dir)):
         orig(output_dir)
 
 
-@_in_place_of("_load_from_checkpoint", "resume_from_checkpoint", "model", needs=_plugin)
+@in_place_of("_load_from_checkpoint", "resume_from_checkpoint", "model", needs=plugin_of)
 def load_from_checkpoint(
     self: Any, orig: Original, plugin: ZeroPlugin, resume_from_checkpoint: str, model: nn.Module | None = None
 ) -> None:
@@ -386,7 +355,7 @@ def load_from_checkpoint(
         restore_weights(target, Path(resume_from_checkpoint), engine_of(target))
 
 
-@_in_place_of("_load_optimizer_and_scheduler", "checkpoint", needs=_engine)
+@in_place_of("_load_optimizer_and_scheduler", "checkpoint", needs=engine_of_trainer)
 def load_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, checkpoint: str | None) -> None:
     """Load weights, masters, optimizer state and scheduler. Comes after the model is prepared, on all ranks."""
     if checkpoint is None:
@@ -399,14 +368,14 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, 
     read_scheduler(self, engine.comm, checkpoint)
 
 
-@_in_place_of("_load_rng_state", "checkpoint", needs=_engine)
+@in_place_of("_load_rng_state", "checkpoint", needs=engine_of_trainer)
 def load_rng_state(self: Any, orig: Original, engine: ZeroEngine, checkpoint: str | None) -> None:
     """Every rank reads a file of its own."""
     if checkpoint is not None:
         on_all_ranks(engine.comm, reading(rng_state_file(self, checkpoint)), lambda: orig(checkpoint))
 
 
-@_in_place_of("_load_best_model", needs=_engine)
+@in_place_of("_load_best_model", needs=engine_of_trainer)
 def load_best_model(self: Any, orig: Original, engine: ZeroEngine) -> None:
     """Load the best checkpoint's weights into the live shards: from its masters where it has them."""
     best = self.state.best_model_checkpoint
@@ -417,17 +386,17 @@ def load_best_model(self: Any, orig: Original, engine: ZeroEngine) -> None:
         restore_weights(self.model, Path(best), engine)
 
 
-@_in_place_of("_prepare_for_training", "max_steps", "train_dataloader", "resume_from_checkpoint", needs=_plugin)
+@in_place_of("_prepare_for_training", "max_steps", "train_dataloader", "resume_from_checkpoint", needs=plugin_of)
 def prepare_for_training(self: Any, orig: Original, plugin: ZeroPlugin, *args: Any, **kwargs: Any) -> Any:
     """The engine is where scripts look for DeepSpeed's."""
     prepared = orig(*args, **kwargs)
-    if (engine := _engine(self)) is not None:
+    if (engine := engine_of_trainer(self)) is not None:
         self.deepspeed = engine  # Trainer's own attribute, None elsewhere
         self._zero_values = LoggedValues(engine) if self.args.report_to else None
     return prepared
 
 
-@_in_place_of("log", "logs", "start_time", needs=_engine)
+@in_place_of("log", "logs", "start_time", needs=engine_of_trainer)
 def log(self: Any, orig: Original, engine: ZeroEngine, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
     """Log ZeRO's own values beside those of a training step, where `report_to` names a tracker."""
     values: LoggedValues | None = getattr(self, "_zero_values", None)
@@ -436,18 +405,18 @@ def log(self: Any, orig: Original, engine: ZeroEngine, logs: dict[str, float], *
     orig(logs, *args, **kwargs)
 
 
-@_in_place_of("_get_learning_rate", needs=_engine)
+@in_place_of("_get_learning_rate", needs=engine_of_trainer)
 def get_learning_rate(self: Any, orig: Original, engine: ZeroEngine) -> Any:
     """0 until a first step has been applied: while fp16's loss scale is still too high, nothing is learned."""
     return 0.0 if engine.skipped_steps and engine.skipped_steps == engine.global_steps else orig()
 
 
-@_in_place_of("evaluation_loop", "dataloader", "description")
-def evaluation_loop(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
+@in_place_of("evaluation_loop", "dataloader", "description")
+def evaluation_loop(self: Any, orig: Original, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
     """Evaluate with one gather for all batches where generation runs for every batch."""
     in_a_row = calls_in_a_row() if getattr(self.args, "predict_with_generate", False) else nullcontext()
     with in_a_row, naming_lost_ranks(self, "evaluation"):
-        return orig(*args, **kwargs)
+        return evaluate_joined(self, plugin_of(self), orig, dataloader, *args, **kwargs)
 
 
 class ZeroTrainerMixin:
@@ -459,7 +428,7 @@ class ZeroTrainerMixin:
     @property
     def zero(self) -> ZeroEngine | None:
         """The engine of the model, once it has one. While it trains, `trainer.deepspeed` is the same."""
-        return _engine(self)
+        return engine_of_trainer(self)
 
 
 def _in_front(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -470,7 +439,7 @@ def _in_front(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-for _name, (_function, _) in _FUNCTIONS.items():
+for _name, (_function, _) in FUNCTIONS.items():
     setattr(ZeroTrainerMixin, _name, _in_front(_name, _function))
 
 
@@ -486,7 +455,7 @@ def trainer_patch_points() -> list[PatchPoint]:
     """The methods of transformers.Trainer that `enable` and the mixin act through."""
     return [
         PatchPoint(transformers.Trainer, name, parameters, functools.partial(_act, function))
-        for name, (function, parameters) in _FUNCTIONS.items()
+        for name, (function, parameters) in FUNCTIONS.items()
     ]
 
 
