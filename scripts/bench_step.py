@@ -12,8 +12,9 @@ with the load of the machine. The run fails if the losses of the variants differ
 
 Variants: plain (one rank only), ddp, fsdp2 (fully_shard per decoder layer and on the root), zero0 ... zero3 (hf_zero,
 stage3_param_persistence_threshold 10 x hidden, as transformers' "auto"), zero3-p0 (threshold 0), zero3-auto (bucket
-sizes by transformers' "auto" rules too), zero0-O1 ... zero2-O3 (FP8 by the levels of msamp, around it fp32, or fp16
-with --dtype bf16; needs torchao: PYTHONPATH=.venv/torchao).
+sizes by transformers' "auto" rules too); hybrid (FSDP2 sharded within a host, replicated over hosts) and zero1-host
+... zero3-host (sharding_group "host"), under torchrun; zero0-O1 ... zero2-O3 (FP8 by the levels of msamp, around it
+fp32, or fp16 with --dtype bf16; needs torchao: PYTHONPATH=.venv/torchao).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import copy
 import functools
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -125,15 +127,27 @@ class FSDP2(Torch):
         policy = MixedPrecisionPolicy()
         if self.args.dtype == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        shape = self.shape()
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("hosts", "ranks")[-len(shape) :])
         layers: Any = model.get_submodule("model.layers")
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
 
+    def shape(self) -> tuple[int, ...]:
+        return (dist.get_world_size(),)
+
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()  # fully_shard casts
+
+
+class Hybrid(FSDP2):
+    """Sharded within a host, and replicated over hosts."""
+
+    def shape(self) -> tuple[int, ...]:
+        per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+        return (dist.get_world_size() // per_host, per_host)
 
 
 class Zero(benchlib.ZeroLoop):
@@ -153,6 +167,8 @@ def zero_config(name: str, args: argparse.Namespace, hidden: int) -> dict[str, A
     zero: dict[str, Any] = {"stage": int(stage)}
     if zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = 0 if flavour == "p0" else 10 * hidden
+    if flavour == "host":
+        zero["sharding_group"] = "host"
     if flavour == "auto":
         zero["reduce_bucket_size"] = hidden * hidden
         zero["stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden)
@@ -184,7 +200,7 @@ def make_variant(name: str, size: ModelSize, args: argparse.Namespace) -> Torch 
         model = place.put(model, args.device)
         optimizer = make_optimizer(model.parameters(), args)
         return Zero(model, optimizer, zero_config(name, args, size.hidden))
-    return {"plain": Torch, "hooks": BareHooks, "ddp": DDP, "fsdp2": FSDP2}[name](model, args)
+    return {"plain": Torch, "hooks": BareHooks, "ddp": DDP, "fsdp2": FSDP2, "hybrid": Hybrid}[name](model, args)
 
 
 # ---------------------------------------------------------------- in a rank
@@ -238,9 +254,9 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> tuple[str, bool]
 
 def step_table(series: dict[str, Series], numel: int, state_bytes: dict[str, int]) -> list[str]:
     """Step time, CPU time and memory of every variant, and their ratios to DDP's and FSDP2's."""
-    bases = [name for name in ("plain", "ddp", "fsdp2") if name in series]
+    bases = [name for name in ("plain", "ddp", "fsdp2", "hybrid") if name in series]
     head = ["variant", "step ms", *(f"x {base} (quartiles)" for base in bases), "CPU s"]
-    head += [*(f"CPU x {base}" for base in bases), "bytes/param", "page faults"]
+    head += [*(f"CPU x {base}" for base in bases), "bytes/param", "page faults", "MB sent"]
     rows = []
     for name, one in series.items():
         row = [name, f"{one.step_s() * 1e3:.1f}"]
@@ -250,7 +266,7 @@ def step_table(series: dict[str, Series], numel: int, state_bytes: dict[str, int
         row.append(f"{statistics.median(one.cpu_s):.3f}")
         row += [f"{benchlib.paired(one.cpu_s, series[base].cpu_s):.3f}" for base in bases]
         row.append(f"{state_bytes[name] / numel:.2f}")
-        row.append(f"{statistics.median(one.faults):.0f}")
+        row += [f"{statistics.median(one.faults):.0f}", f"{statistics.median(one.sent) / 1e6:.1f}"]
         rows.append(row)
     return [
         "",
@@ -258,7 +274,7 @@ def step_table(series: dict[str, Series], numel: int, state_bytes: dict[str, int
         "",
         "step ms: median over all steps, slowest rank. Ratios: median over rounds of the ratio within a round.",
         "CPU s, page faults: per step, all threads of all ranks. bytes/param: parameters, gradients and optimizer",
-        "state of one rank before the update.",
+        "state of one rank before the update. MB sent: per step, by rank 0's host to others.",
     ]
 
 
@@ -385,11 +401,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.seq = args.seq or (32 if args.per_layer else 128)
     if args.per_layer:
         args.world = 1
+    on_hosts = ["hybrid", *(f"zero{stage}-host" for stage in (1, 2, 3))]
     known = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3-p0", "zero3-auto"]
     if args.world == 1:
         known = ["plain", "hooks", "fsdp2", "zero2", "zero3"] if args.per_layer else ["plain", *known]
     args.variants = args.variants.split(",") if args.variants else known
-    unknown = [name for name in args.variants if name not in (*known, *FP8_VARIANTS)]
+    unknown = [name for name in args.variants if name not in (*known, *on_hosts, *FP8_VARIANTS)]
     if unknown:
         parser.error(f"unknown variant(s) {', '.join(unknown)}; in this setting there are {', '.join(known)}")
     if args.per_layer and args.variants[0] != "plain":

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -277,6 +278,7 @@ class Series:
     faults: list[float] = dataclasses.field(default_factory=list)  # [round], minor page faults per step; the sum
     busy_s: list[float] = dataclasses.field(default_factory=list)  # [round], per step; of all cores, by anybody
     losses: list[float] = dataclasses.field(default_factory=list)  # of every step since the start; the mean
+    sent: list[float] = dataclasses.field(default_factory=list)  # [round], bytes per step that leave rank 0's host
 
     def round_s(self) -> list[float]:
         return [statistics.median(steps) for steps in self.wall_s]
@@ -326,7 +328,7 @@ def measure_in_turn(
 def _measure(variant: Variant, batches: Sequence[dict[str, torch.Tensor]], series: Series) -> None:
     losses, wall, passes = [], [], []
     dist.barrier()
-    before, busy = resource.getrusage(resource.RUSAGE_SELF), _busy_s()
+    before, busy, sent = resource.getrusage(resource.RUSAGE_SELF), _busy_s(), _sent_bytes()
     for batch in batches:
         dist.barrier()
         start, times = time.perf_counter(), [time.process_time()]
@@ -355,6 +357,13 @@ def _measure(variant: Variant, batches: Sequence[dict[str, torch.Tensor]], serie
     series.cpu_s.append(cpu / len(batches))
     series.faults.append((after.ru_minflt - before.ru_minflt) / len(batches))
     series.losses.extend(loss.item() for loss in losses)
+    dist.barrier()
+    series.sent.append((_sent_bytes() - sent) / len(batches))
+
+
+def _sent_bytes() -> int:
+    """The bytes that have left this host: through all of its interfaces but the loopback."""
+    return sum(one.bytes_sent for name, one in psutil.net_io_counters(pernic=True).items() if name != "lo")
 
 
 def _over_ranks(mine: Series) -> Series:
@@ -369,6 +378,7 @@ def _over_ranks(mine: Series) -> Series:
         [sum(values) for values in zip(*(rank.faults for rank in everyone), strict=True)],
         mine.busy_s,
         [statistics.mean(values) for values in zip(*(rank.losses for rank in everyone), strict=True)],
+        mine.sent,
     )
 
 

@@ -12,6 +12,7 @@ from hf_zero.config.conditions import (
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     STAGE,
+    ZERO,
     is_known,
     medium,
     runs_in_torch,
@@ -28,6 +29,7 @@ _BUDGET = f"{ACTIVATIONS}.activation_memory"
 MOMENTS = f"{_PARAMS}.fp32_optimizer_states"
 _OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
 _PROF_OPS = "comms_logger.prof_ops"
+GROUP = f"{ZERO}.sharding_group"
 _DELAYED = f"{OFFLOAD_OPTIMIZER}.delayed_update"
 _STATES_IN_FP32 = ("Lamb", "Lion", "Muon", "OneBitAdam")  # whatever the type of the parameters
 # The collectives of an engine, by DeepSpeed's names.
@@ -217,6 +219,32 @@ def _of_reduction(get: Get) -> Iterator[Conflict]:
         )
 
 
+def _of_groups(get: Get) -> Iterator[Conflict]:
+    if get(GROUP) == "all":
+        return
+    if get(STAGE) == 0:
+        yield Conflict(
+            GROUP,
+            "the stage is 0, and nothing is sharded there",
+            f"Set {STAGE} to 1, 2 or 3, or remove it.",
+        )
+    if get(STAGE) == 3 and not medium(get, OFFLOAD_PARAM).is_device:
+        yield Conflict(
+            GROUP,
+            f"{OFFLOAD_PARAM}.device is {show(get(f'{OFFLOAD_PARAM}.device'))}, but what a group shares stays on the "
+            "device",
+            'Remove offload_param (offload_optimizer may stay), or write "all".',
+        )
+    for name, wrong in (
+        ("msamp.enabled", "8-bit gradients go straight from each rank to all others"),
+        ("reduce_scatter", "an all-reduce does not stay within groups"),
+        ("allgather_partitions", "a broadcast does not stay within groups"),
+    ):
+        path = name if "." in name else f"{ZERO}.{name}"
+        if get(path) is (name == "msamp.enabled"):
+            yield Conflict(GROUP, f"{path} is {show(get(path))}, and {wrong}", "Remove one of them.")
+
+
 def _of_fp8(get: Get) -> Iterator[Conflict]:
     if get("msamp.enabled") is not True:
         return
@@ -305,6 +333,7 @@ _CONFLICTS = (
     _of_native_update,
     _of_bf16_masters,
     _of_reduction,
+    _of_groups,
     _of_fp8,
     _of_accumulation,
     _of_activations,

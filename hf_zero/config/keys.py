@@ -52,7 +52,7 @@ DECLARED = (
 
 _FP32_MASTERS = "Remove it: masters are kept in fp32."
 _ZEROPP = "Remove it: parameters and gradients are exchanged in their own precision."
-_ALL_RANKS = "Remove it: shards span all ranks."
+_GROUPS = "Remove it: with sharding_group a parameter is gathered across groups once a step, and then within them."
 _COMPILE = "Remove it; torch.compile works on the layers of the model."
 _DROP = "Remove it, or set it to its default."
 _DROP_BLOCK = "Remove the block."
@@ -196,11 +196,11 @@ ZERO_KEYS: dict[str, Entry] = {
         for kind in ("weights", "nontrainable_weights", "gradients")
     },
     "zeropp_loco_param": refused_block(_ZEROPP),
-    "mics_shard_size": Count(-1, low=-1, auto=True, refused=_ALL_RANKS),
-    "mics_hierarchical_params_gather": Flag(False, auto=True, refused=_ALL_RANKS),
+    "mics_hierarchical_params_gather": Flag(False, auto=True, refused=_GROUPS),
     # Names without the prefix, deprecated names, and a block that old files keep here.
     **{name: Alias(target=f"{ZERO}.stage3_{name}") for name in _WITHOUT_PREFIX},
     "stage3_gather_fp16_weights_on_model_save": Alias(target=f"{ZERO}.stage3_gather_16bit_weights_on_model_save"),
+    "mics_shard_size": Alias(target=f"{ZERO}.sharding_group"),
     "cpu_offload": _offload("offload_optimizer"),
     "cpu_offload_param": _offload("offload_param"),
     "cpu_offload_params": _offload("offload_param"),

@@ -23,6 +23,7 @@ from hf_zero.config.schema import (
     DType,
     Flag,
     Interval,
+    RankGroup,
     Real,
     Size,
     Text,
@@ -360,6 +361,12 @@ class ZeroSection:
     # None: not set, so weights are written
     stage3_gather_16bit_weights_on_model_save: bool | None = key(
         "Write the full weights (model.safetensors) whenever a model is saved.", Flag(auto=True, when=(c.STAGE_3,))
+    )
+    # DeepSpeed: mics_shard_size, which shards optimizer states within a group as well
+    sharding_group: str | int = key(
+        "The ranks that form a group, within which parameters are sharded at stage 3, and exchanges stay as far as "
+        "they can.",
+        RankGroup("all", low=None),
     )
     ignore_unused_parameters: bool = key(
         "Let parameters have no gradient in a step; false makes that an error.", Flag(True, auto=True)

@@ -222,6 +222,26 @@ class Count(Real):
         return super()._in_words()
 
 
+class RankGroup(Count):
+    """A number of ranks that form a group, or which ones do: "all" or those of a "host"."""
+
+    words = '"all", "host" or a number of ranks'
+
+    def is_on(self, value: Any) -> bool:
+        return value not in (None, self.default)
+
+    def _canonical(self, value: Any) -> Any:
+        if isinstance(value, str) and value.lower() in ("all", "host"):
+            return value.lower()
+        count = super()._canonical(value)
+        if count == -1:  # DeepSpeed's mics_shard_size, where it is off
+            return "all"
+        return count if count is _WRONG or count > 0 else _WRONG
+
+    def _in_words(self) -> str:
+        return self.words
+
+
 class Interval(Count):
     """The number of steps between two events; infinity is never, as 0 is."""
 

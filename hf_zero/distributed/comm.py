@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from hf_zero.distributed.backend_calls import COALESCED, exchange
 from hf_zero.distributed.coalesced import Coalesced
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.group_work import CLOSED, DeviceWork, HostWork
@@ -38,15 +39,12 @@ from hf_zero.distributed.processes import (
     ensure_process_group,
     refuse_shared_device,
 )
+from hf_zero.distributed.rank_groups import KEY, RankGroups, group_size, host_name
 from hf_zero.distributed.store_protocol import LostRankError, MessageBox, Presence
-from hf_zero.distributed.torch_names import (
-    all_gather_single,
-    all_gather_single_coalesced,
-    reduce_scatter_single,
-    reduce_scatter_single_coalesced,
-)
+from hf_zero.distributed.torch_names import all_gather_single, reduce_scatter_single
+from hf_zero.distributed.two_steps import DeviceSteps, MessageSteps
 from hf_zero.distributed.work import CommCount, Done, Finish, JoinBlock, Observer, Pending, SharedCall, VoteItem
-from hf_zero.errors import OffloadError, StateError, ZeroError
+from hf_zero.errors import ConfigError, OffloadError, StateError, ZeroError
 from hf_zero.native.block_pool import BlockPool
 
 # Elements per collective on gloo: larger single calls fall out of the cache.
@@ -79,12 +77,14 @@ class Comm:
         # Operations as the backend sees them: coalesced collectives are one.
         self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
         self.coalesces = False  # several tensors can travel in one operation
+        self.groups: RankGroups | None = None  # gathers and reduce-scatters take two steps: [Note: Two steps]
         self.observers: list[Observer] = []
         self.join_block: JoinBlock | None = None  # while ranks without data follow the others
         self._starting: Callable[[Pending], None] | None = None  # tells the observers of the operation that starts
         self._presence = Presence()
         self._received = BlockPool(device)  # what gloo receives in a reduce
         self._block: Coalesced | None = None  # what `coalesced` has collected
+        self._beside: torch.Stream | None = None  # between the steps of a collective in two
         self._vote_items: list[VoteItem] = []
         self._num_message_boxes = 0
         self._processes: EngineGroup | None = None  # None where this rank is the only one
@@ -142,6 +142,29 @@ class Comm:
         """The number of elements of a collective beyond which this backend gets slower; None if it does not."""
         return _GLOO_BUCKET_NUMEL if self.backend == "gloo" else None
 
+    def shard_in_groups(self, wanted: str | int) -> None:
+        """Let gathers and reduce-scatters from now on take two steps: inside of groups of ranks, and across them.
+
+        All ranks of the world must call.
+
+        Args:
+            wanted: "all": one group; "host": the ranks of each host; a number: so many consecutive ranks.
+        Raises:
+            ConfigError: On all ranks, if the ranks do not form such groups.
+        """
+        self.groups = None
+        group = self._processes
+        if group is None or wanted == "all":
+            return
+        hosts = all_ranks_give(host_name(), "sharding in groups", self.timeout_s)
+        sizes = [group_size(wanted, [hosts[rank] for rank in ranks]) for ranks in group.groups]
+        if not self.computes_on_host:
+            if not self.coalesces:
+                raise ConfigError(f'{KEY} = {wanted}: {self.backend} cannot do that.\nWrite "all".')
+            group.split(sizes)
+        if (size := sizes[group.number]) < self.world_size:
+            self.groups = RankGroups.of(self.rank, self.world_size, size)
+
     def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
         """Start filling `full` (1-D) with the `part` of every rank, in rank order. `part` may lie inside `full`."""
         self._record("all_gather", what, full)
@@ -149,6 +172,8 @@ class Comm:
             if full.data_ptr() != part.data_ptr():
                 full.copy_(part)
             return Done()
+        if self.groups is not None:
+            return self._gather_in_steps(self.groups, full, None, part, what)
         if self._block is not None:
             return self._block.add("all_gather", full, part)
         title = f"all-gather of {what}"
@@ -156,6 +181,18 @@ class Comm:
             if self.backend == "gloo":
                 return self._exchange(full.chunk(self.world_size), [part] * self.world_size, title)
             return self._begin(functools.partial(all_gather_single, full, part), title)
+
+    def all_gather_in_group(
+        self, full: torch.Tensor, row: torch.Tensor, part: torch.Tensor | None, what: str
+    ) -> Pending:
+        """Start filling `full` (1-D) from the `row` of every rank of this one's group, as `all_gather` fills it.
+
+        `part`: This rank's part; `row` is filled from those across the groups before. None: it has been before. There
+        must be `groups`.
+        """
+        self._record("all_gather", what if part is None else f"{what} of all groups", full)
+        assert self.groups is not None
+        return self._gather_in_steps(self.groups, full, row, part, what)
 
     def coalesced(self, what: str, *, in_background: bool = False) -> contextlib.AbstractContextManager[None]:
         """Make one operation of the all-gathers that are started inside the block, and of the reduce-scatters, and of
@@ -167,7 +204,7 @@ class Comm:
         parts from memory, in half the time that messages take. `in_background`: there they are messages, that run on.
         All ranks must enter.
         """
-        may_collect = self.coalesces or (not in_background and self._peers is not None)
+        may_collect = self.coalesces or (not in_background and self.groups is None and self._peers is not None)
         if self._block is not None or not may_collect:
             return contextlib.nullcontext()
         return self._collecting(what)
@@ -196,6 +233,8 @@ class Comm:
             if full.data_ptr() != out.data_ptr():
                 out.copy_(full)
             return Done()
+        if self.groups is not None:
+            return self._reduce_in_steps(self.groups, out, wire, what)
         title = f"reduce-scatter of {what}"
         with _profiled(f"hf_zero::reduce ({what})"):
             if self.backend == "gloo":
@@ -480,7 +519,7 @@ class Comm:
             self._observe(kind, what, sum(one.nbytes for one in (outputs if kind == "all_gather" else inputs)))
         with _profiled(f"hf_zero::{'gather' if kind == 'all_gather' else 'reduce'} ({what})"):
             if self.coalesces:
-                return self._begin(functools.partial(_COALESCED[kind], outputs, inputs), title)
+                return self._begin(functools.partial(COALESCED[kind], outputs, inputs), title)
             assert self._peers is not None and kind == "all_gather"
             tell, self._starting = self._starting, None
             self._read_parts(self._peers, list(zip(outputs, inputs, strict=True)), title)
@@ -507,7 +546,12 @@ class Comm:
         if place.data_ptr() != part.data_ptr():
             place.copy_(part)
         tag = group.log.tag if tag is None else tag
-        pending = HostWork(group, functools.partial(_exchange, places, parts, self.rank, tag), what, finish)
+        return self._on_host(functools.partial(exchange, places, parts, self.rank, tag), what, finish)
+
+    def _on_host(self, call: Callable[[Any], object], what: str, finish: Finish = None) -> Pending:
+        """Start what a thread does over gloo; `call` takes torch's group."""
+        assert self._processes is not None
+        pending = HostWork(self._processes, call, what, finish)
         if self._starting is not None:
             self._starting(pending)
         return pending
@@ -534,9 +578,7 @@ class Comm:
 
     def _exchange_and_sum(self, out: torch.Tensor, sent: torch.Tensor, what: str) -> Pending:
         """Reduce-scatter by all-to-all and a local sum in rank order."""
-        pool = self._received
-        memory = pool.acquire(sent.nbytes)
-        received = memory[: sent.nbytes].view(sent.dtype)
+        memory, received = self._acquire(sent.numel(), sent.dtype)
 
         def finish() -> None:
             parts = received.view(self.world_size, -1)
@@ -544,9 +586,55 @@ class Comm:
                 torch.add(parts[0], parts[1], out=out)
             else:
                 torch.sum(parts, 0, dtype=out.dtype, out=out)
-            pool.release(memory)
+            self._release(memory)
 
         return self._exchange(received.chunk(self.world_size), sent.chunk(self.world_size), what, finish)
+
+    def _gather_in_steps(
+        self, groups: RankGroups, full: torch.Tensor, row: torch.Tensor | None, part: torch.Tensor | None, what: str
+    ) -> Pending:
+        """`row`: memory for what the ranks at this one's place own; None: nobody needs it afterwards."""
+        with _profiled(f"hf_zero::gather ({what})"):
+            if self.backend == "gloo":
+                parts = full.chunk(self.world_size)
+                places = [parts[rank] for rank in groups.across] if row is None else row.chunk(groups.number)
+                steps = self._message_steps(groups)
+                return self._on_host(functools.partial(steps.gather, parts, places, part), f"all-gather of {what}")
+            row = full.new_empty(full.numel() // groups.size) if row is None else row
+            call = functools.partial(self._device_steps(groups).gather, full, row, part)
+            return self._begin(call, f"all-gather of {what}")
+
+    def _reduce_in_steps(self, groups: RankGroups, out: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
+        numel = wire.numel() // groups.size
+        title = f"reduce-scatter of {what}"
+        with _profiled(f"hf_zero::reduce ({what})"):
+            if self.backend == "gloo":
+                piece, received = self._acquire(wire.numel(), wire.dtype)
+                other, sums = self._acquire(numel, out.dtype)
+                send = functools.partial(self._message_steps(groups).reduce, out, wire, received, sums)
+                return self._on_host(send, title, functools.partial(self._release, piece, other))
+            result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
+            call = functools.partial(self._device_steps(groups).reduce, result, wire, wire.new_empty(numel))
+            return self._begin(call, title, None if result is out else functools.partial(out.copy_, result))
+
+    def _message_steps(self, groups: RankGroups) -> MessageSteps:
+        assert self._processes is not None
+        return MessageSteps(groups, self.rank, self._processes.log.tag)
+
+    def _device_steps(self, groups: RankGroups) -> DeviceSteps:
+        assert self._processes is not None
+        if self._beside is None:
+            self._beside = torch.Stream(self.device)
+        return DeviceSteps(groups, self._beside, *self._processes.levels())
+
+    def _acquire(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a piece of the pool, and a tensor in it."""
+        piece = self._received.acquire(numel * dtype.itemsize)
+        return piece, piece[: numel * dtype.itemsize].view(dtype)
+
+    def _release(self, *pieces: torch.Tensor) -> None:
+        for piece in pieces:
+            self._received.release(piece)
 
     def _read_parts(self, peers: PeerMemory, gathers: Sequence[Gather], what: str) -> None:
         """All-gathers by reading the parts of the other ranks from their memory. All ranks must call."""
@@ -606,51 +694,3 @@ class Comm:
 def _profiled(name: str) -> contextlib.AbstractContextManager[Any]:
     """Inside, a profiler that runs shows `name`. Without one a name would cost 5 us, and 7 ms the first time."""
     return record_function(name) if torch._C._autograd._profiler_enabled() else contextlib.nullcontext()
-
-
-def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
-    """Gather tensors of any types in one operation: NCCL has a group of its calls for that, each with its own type."""
-    if len(outputs) == 1:
-        return all_gather_single(outputs[0], inputs[0], group=group, async_op=async_op)
-    options = torch._C._distributed_c10d.AllgatherOptions()
-    options.asyncOp = async_op
-    return all_gather_single_coalesced(group)(outputs, inputs, options)
-
-
-def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
-    """Reduce tensors of any types in one operation, as `_all_gather` gathers them."""
-    if len(outputs) == 1:
-        return reduce_scatter_single(outputs[0], inputs[0], group=group, async_op=async_op)
-    options = dist.ReduceScatterOptions()
-    options.asyncOp = async_op
-    return reduce_scatter_single_coalesced(group)(outputs, inputs, options)
-
-
-def _all_reduce(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
-    """Reduce tensors of one type in place: NCCL's call demands both."""
-    if len(outputs) == 1:
-        return dist.all_reduce(outputs[0], group=group, async_op=async_op)
-    options = dist.AllreduceCoalescedOptions()
-    options.asyncOp = async_op
-    return group.allreduce_coalesced(outputs, options)
-
-
-_COALESCED: dict[str, Callable[..., Any]] = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-}
-
-
-def _exchange(places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], rank: int, tag: int, group: Any) -> None:
-    """See Comm._exchange; returns when all of it is over."""
-    works: list[Any] = []
-    world_size = len(places)
-    for step in range(1, world_size):  # an order in which no two ranks begin with the same one
-        to, origin = (rank + step) % world_size, (rank - step) % world_size
-        if parts[to].numel():
-            works.append(dist.isend(parts[to], group=group, group_dst=to, tag=tag))
-        if places[origin].numel():
-            works.append(dist.irecv(places[origin], group=group, group_src=origin, tag=tag))
-    for work in works:
-        work.wait()

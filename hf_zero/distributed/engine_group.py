@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,12 @@ class EngineGroup:
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], backend: str, timeout_s: float) -> None:
-        self._groups = groups
+        self.groups = groups
         self._backend = backend
         self._timeout_s = timeout_s
-        self._members = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        self.number = next(number for number, ranks in enumerate(groups) if dist.get_rank() in ranks)
+        self._members = groups[self.number]
+        self._level_sizes: Sequence[int] | None = None  # see `split`
         self.world_size = len(self._members)
         self.log = OperationLog()
         self._connect()
@@ -46,11 +49,14 @@ class EngineGroup:
         self._ended: list[int] = []  # when this rank closed its own
         self._lost: str | None = None  # that it was another rank, which gave no reason
         self.log.clear()
-        self.link: Link | None = Link(self, self._groups, self._backend, self._timeout_s)
+        self.link: Link | None = Link(self, self.groups, self._backend, self._timeout_s)
         # The link itself where that is gloo
         is_gloo = self._backend == "gloo"
-        self.control: Link | None = self.link if is_gloo else Link(self, self._groups, "gloo", self._timeout_s)
+        self.control: Link | None = self.link if is_gloo else Link(self, self.groups, "gloo", self._timeout_s)
         self._more_links: list[Link] = []
+        self._levels: list[Link] = []
+        if self._level_sizes is not None:
+            self.split(self._level_sizes)
         self.name: str = self.link.group.group_name
         self.rank = dist.get_rank(self.link.group)
         self.run_rank = dist.get_rank()  # what messages name
@@ -62,8 +68,28 @@ class EngineGroup:
 
     def add_gloo_link(self) -> Link:
         """Connections beside those of the collectives, which end with them. All ranks must call."""
-        self._more_links.append(Link(self, self._groups, "gloo", self._timeout_s))
+        self._more_links.append(Link(self, self.groups, "gloo", self._timeout_s))
         return self._more_links[-1]
+
+    def split(self, sizes: Sequence[int]) -> None:
+        """Link the ranks of parts of each group, and those at the same place in them. All ranks must call, alike.
+
+        `sizes`: By group, the number of consecutive ranks that are a part.
+        """
+        if self._levels and self._level_sizes == sizes:
+            return
+        for link in self._levels:
+            link.end()
+        self._level_sizes = sizes
+        pairs = list(zip(self.groups, sizes, strict=True))
+        inside = [ranks[at : at + size] for ranks, size in pairs for at in range(0, len(ranks), size)]
+        across = [ranks[place::size] for ranks, size in pairs for place in range(size)]
+        self._levels = [Link(self, groups, self._backend, self._timeout_s) for groups in (inside, across)]
+
+    def levels(self) -> tuple[Any, Any]:
+        """Return torch's groups that `split` has made: inside of this rank's part, and across the parts."""
+        inside, across = self._levels
+        return inside.group, across.group
 
     @property
     def stopped(self) -> bool:
@@ -147,9 +173,9 @@ class EngineGroup:
 
     def _take_links(self) -> list[Link]:
         self._disconnected.set()
-        links = [self.link, self.control if self.control is not self.link else None, *self._more_links]
+        links = [self.link, self.control if self.control is not self.link else None, *self._more_links, *self._levels]
         self.link = self.control = None
-        self._more_links = []
+        self._more_links, self._levels = [], []
         return [link for link in links if link is not None]
 
     def reconnect(self) -> None:

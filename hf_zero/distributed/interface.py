@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from hf_zero.distributed.environment import host_id
+from hf_zero.distributed.rank_groups import host_name
 from hf_zero.errors import ConfigError
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -36,7 +36,7 @@ def choose_interface(store: Any, rank: int, world_size: int) -> None:
     named = os.environ.get(VARIABLE, "")
     if _is_agreed or (not named and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)):
         return
-    mine = {"host": _host(), "name": socket.gethostname(), "source": _source(os.environ.get("MASTER_ADDR", ""))}
+    mine = {"host": host_name(), "name": socket.gethostname(), "source": _source(os.environ.get("MASTER_ADDR", ""))}
     mine["problem"] = _problem(named) if named else ""
     keys = [f"hf_zero/interface/{other}" for other in range(world_size)]
     store.set(keys[rank], json.dumps(mine))
@@ -56,12 +56,6 @@ def choose_interface(store: Any, rank: int, world_size: int) -> None:
             "interface that they share."
         )
     os.environ[VARIABLE] = interface
-
-
-def _host() -> str:
-    with contextlib.suppress(OSError):
-        return host_id("net")
-    return socket.gethostname()
 
 
 def _problem(named: str) -> str:

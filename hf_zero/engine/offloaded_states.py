@@ -73,6 +73,8 @@ class OffloadedStates:
     def offload(self, kinds: Sequence[str]) -> None:
         """Move what is on the device to the host; what is there already stays. No communication."""
         self._optimizer.away = "while states are on the host: call engine.reload_states() first"
+        for flat in (flat for unit in self._units for flat in unit.flats if "lp_params" in kinds):
+            flat.drop_row()  # the first gather after `reload` fills another one
         for kind in kinds:
             shards = list(self._shards_of(kind))
             for shard in shards:

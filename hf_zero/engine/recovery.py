@@ -97,6 +97,8 @@ def cut_update(detail: str) -> str:
 def _forget_pass(engine: ZeroEngine) -> None:
     with engine.suspended():  # hooks that remember the pass are installed again
         engine.params.forget()
+        for flat in engine.params.flats:
+            flat.drop_row()  # a gather that was broken off has filled a part of it
         engine.schedule.param_grads.forget()
         engine.loss_scale.forget()
         engine.reports.forget()

@@ -62,8 +62,9 @@ def build_units(
 
     `initialize` gives a flat parameter its first values: from full parameters, unless they are elsewhere. `reuse`
     gives one that is there already, or None.
-    Raises ConfigError for parameters that cannot be cut, or of a type that the device lacks, DivergenceError if the
-    ranks built different models, OffloadError where a folder to offload to cannot be used.
+    Raises ConfigError for parameters that cannot be cut, or of a type that the device lacks, or groups of ranks that
+    do not exist, DivergenceError if the ranks built different models, OffloadError where a folder to offload to
+    cannot be used.
     """
     if settings.fp8.enabled and settings.train:
 
@@ -71,6 +72,7 @@ def build_units(
             convert_linears(model, settings.fp8, comm.device)
 
         comm.agree("FP8 layers", convert, ConfigError)
+    comm.shard_in_groups(settings.sharding_group)
     drafted = flat_param_specs(model, settings, comm)
     if not comm.computes_on_host:
         look = functools.partial(refuse_types, drafted, settings, comm.device)

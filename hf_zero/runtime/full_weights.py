@@ -294,6 +294,7 @@ class FullWeights:
         """
         self._params.reshard(unit)  # it may have been gathered ahead
         for flat in unit.flats:
+            flat.shard_changed()
             targets = list(flat.owned().values())
             for slice_ in flat.layout.slices(flat.rank):
                 if slice_.name in state:
@@ -319,17 +320,18 @@ class FullWeights:
 
 def share_resident(flat: FlatParam) -> None:
     """Make parameters that are never sharded whole again, from what each rank owns. All ranks must call."""
+    gather_resident([flat])
     if flat.on_demand:
         return
-    gather_resident([flat])
     torch.autograd.graph.increment_version(flat.params)  # a backward that saved the old values must say so
 
 
 def take_over(flat: FlatParam, names: set[str]) -> None:
     """Bring shard and master of these parameters up to date with what `full` holds.
 
-    A master keeps its digits where the parameter is still what it rounds to.
+    A master keeps its digits where the parameter is still what it rounds to. All ranks must call.
     """
+    flat.shard_changed()
     whole = ShardTensor(flat.layout, flat.rank, flat.full, in_full=True)
     for slice_ in flat.layout.slices(flat.rank):
         if slice_.name not in names:

@@ -107,6 +107,7 @@ def memory_report(
         for flat in unit.flats:
             for kind, shard in flat.owned().items():
                 report[kind] += shard.nbytes
+            report["parameters"] += flat.row_bytes
     report["gradients"] = sum(acc.shard.nbytes for acc in reducer.accumulators)
     report["optimizer"] = state_bytes
     report["total"] = sum(report.values())

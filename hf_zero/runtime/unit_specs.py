@@ -132,6 +132,7 @@ class BuildSettings:
     """The part of the configuration that decides the shape of units."""
 
     stage: int
+    sharding_group: str | int
     buckets: BucketSizes
     persistence_threshold: int
     model_persistence_threshold: int
@@ -149,6 +150,7 @@ class BuildSettings:
         zero = config.zero
         return cls(
             stage=config.stage,
+            sharding_group=zero.sharding_group,
             buckets=BucketSizes.of(config),
             persistence_threshold=zero.stage3_param_persistence_threshold,
             model_persistence_threshold=zero.stage3_model_persistence_threshold,

@@ -9,6 +9,14 @@
   - master: the same part in fp32 (fp64 for fp64 parameters), which the optimizer updates; the shard is a cast of it.
   - buckets: consecutive ranges of `full`; one all-gather fills each, and a rank's shard has a part in every bucket.
   - slice: the elements of this rank's shard that belong to one parameter.
+  - row: this rank's part of `full` within its group of ranks, where there are groups; see [Note: Groups].
+
+[Note: Groups]
+Where ranks form groups (`sharding_group`; [Note: Two steps] in distributed/two_steps.py) a parameter that is sharded
+between uses is so twice. The shard, the masters and all that the optimizer has are of all ranks, as ever: a checkpoint
+is the same with groups and without. The row is the shards of the ranks at this one's place in their groups, so that
+the rows of a group are the whole, and a gather stays within it. The row is filled by the first gather after the shards
+have changed. Whoever changes them says so, on all ranks, by `shard_changed`; that costs nothing.
 
 [Note: Whose memory]
 Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the storage of
@@ -82,6 +90,8 @@ class FlatParam:
         self.slices = slices_by_name(layout, self.rank)
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
+        self._row: torch.Tensor | None = None  # 1-D [padded_numel / groups of the ranks]
+        self._row_is_old = True  # the shards have changed since it was filled
         self._device = comm.device
         values = torch.full((len(self.params),), torch.nan, dtype=self.dtype, device=self._device)
         slots = zip(values.unbind(), layout.slots, strict=True)
@@ -171,6 +181,7 @@ class FlatParam:
             self.own_master.drop()
         self.shard.move(layout, placement.param)
         self.layout, self.placement, self.slices = layout, placement, slices_by_name(layout, self.rank)
+        self.drop_row()
         if not layout.trainable:
             self.master = None
         elif self.master is None:
@@ -260,6 +271,38 @@ class FlatParam:
         places = ShardTensor(self.layout, self.rank, full, in_full=True).parts
         self._copied = shard.copy_parts_to(places)
         return places
+
+    @property
+    def has_row(self) -> bool:
+        """Whether it is gathered within the groups of ranks."""
+        return self.on_demand and self.comm.groups is not None and self.layout.world_size > 1
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of what this rank keeps for its group, beside its shard."""
+        return 0 if self._row is None else self._row.nbytes
+
+    def shard_changed(self) -> None:
+        """Let the next gather bring the new shards of the other groups. All ranks must call; no communication."""
+        self._row_is_old = True
+
+    def drop_row(self) -> None:
+        """Give the memory back until the next gather. All ranks must call; no communication."""
+        self._row, self._row_is_old = None, True
+
+    def gather_in_group(self, full: torch.Tensor) -> list[Pending]:
+        """Start to fill `full` from the rows of this rank's group. All ranks must call, in the same order."""
+        groups = self.comm.groups
+        assert groups is not None
+        numel = self.layout.padded_numel // groups.size
+        if self._row is None or self._row.numel() != numel:
+            self._row, self._row_is_old = torch.empty(numel, dtype=self.dtype, device=self._device), True
+        buckets = self.buckets_of(full)
+        rows = self._row.split([bucket.numel() // groups.size for bucket in buckets])
+        parts = self.parts_on_device(full) if self._row_is_old else [None] * len(buckets)
+        self._row_is_old = False
+        name = self.layout.name
+        return [self.comm.all_gather_in_group(*each, name) for each in zip(buckets, rows, parts, strict=True)]
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -374,7 +417,8 @@ class FlatParam:
 
     # ---------------------------------------------------------------- around the optimizer step
     def refresh(self) -> None:
-        """Bring the parameters' type up to date with the master weights after an update."""
+        """Bring the parameters' type up to date with the master weights after an update. All ranks must call."""
+        self.shard_changed()
         if self.own_master is not None:
             self.shard.copy_from(self.own_master)
 
@@ -397,6 +441,7 @@ class FlatParam:
         if self.master is not None or not self.on_demand:
             raise AssertionError(f"{self.layout.name} has more than a shard to bring up to date")
         self.shard.copy_from(ShardTensor(self.layout, self.rank, self.full, in_full=True))
+        self.shard_changed()
 
     @property
     def shard_is_on_host(self) -> bool:
@@ -443,6 +488,7 @@ class FlatParam:
         """Forget the full tensor and the shards; the parameters have other memory by now."""
         for shard in self.owned().values():
             shard.drop()
+        self.drop_row()
         self.on_values = None
         holders.discard(self)
         # An engine that another one replaces still knows this object, and must not keep its memory.

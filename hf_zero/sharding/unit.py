@@ -142,6 +142,9 @@ def _start_gathers(name: str, flats: Sequence[FlatParam], *, drops: bool = False
     with stream, flats[0].comm.coalesced(name, in_background=True):
         for flat in flats:
             full = torch.empty_like(flat.full) if drops else flat.full
+            if flat.has_row:
+                gathers += flat.gather_in_group(full)
+                continue
             for bucket, part in zip(flat.buckets_of(full), flat.parts_on_device(full), strict=True):
                 if flat.placement.broadcasts and not flat.on_demand:
                     gathers += _start_broadcasts(flat, bucket, part)
@@ -174,5 +177,10 @@ def gather(flats: Sequence[FlatParam]) -> None:
 
 
 def gather_resident(flats: Sequence[FlatParam]) -> None:
-    """Bring parameters that stay unsharded up to date from their owners. All ranks must call."""
+    """Bring parameters that stay unsharded up to date from their owners, whose shards have changed.
+
+    Others are told that theirs have. All ranks must call.
+    """
+    for flat in flats:
+        flat.shard_changed()
     gather([flat for flat in flats if not flat.on_demand])

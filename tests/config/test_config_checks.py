@@ -49,7 +49,6 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     f"{ZERO}.zenflow": ({"topk_ratio": 0.1}, {}),
     f"{ZERO}.zero_hpz_partition_size": (8, 1),
     f"{ZERO}.zeropp_loco_param": ({"err_beta": 0.8}, {}),
-    f"{ZERO}.mics_shard_size": (8, -1),
     "optimizer.type": ("ZeroOneAdam", "SGD"),
     "sequence_parallel_size": (2, 1),
     "data_types.param_dtype": ("bf16", None),

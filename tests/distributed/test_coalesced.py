@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed.comm import _COALESCED, Comm
+from hf_zero.distributed.backend_calls import COALESCED
+from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.peer_memory import PeerMemory, ProcessIdentity
 from tests.harness.ranks import run_ranks
 
@@ -144,7 +145,7 @@ def call_torch() -> list[list[torch.Tensor]]:
             ("reduce_scatter", sums, wholes),
             ("all_reduce", totals, totals),
         ):
-            _COALESCED[kind](outputs, inputs, group=dist.group.WORLD, async_op=True).wait()
+            COALESCED[kind](outputs, inputs, group=dist.group.WORLD, async_op=True).wait()
         results.append([*places, *sums, *totals])
     return results
 

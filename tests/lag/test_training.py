@@ -34,6 +34,16 @@ STAGES = {
         "offload_param": {"device": "cpu", "pin_memory": True},
     },
 }
+IN_GROUPS = {
+    "stage 2": {"stage": 2, "sharding_group": 2},
+    "stage 3": {"stage": 3, **_UNSHARD_ALL, "sharding_group": 2},
+    "stage 3, optimizer on the host": {
+        "stage": 3,
+        **_UNSHARD_ALL,
+        "sharding_group": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+}
 SCHEDULES = ["late", "early", "random:1"]
 
 
@@ -122,6 +132,14 @@ def test_numbers_are_those_of_the_cpu(stage: str, world_size: int, accumulation:
     expected = [numbers for numbers, _ in run_ranks(_train, world_size, "cpu", STAGES[stage], accumulation)]
     for schedule in SCHEDULES:
         ranks = run_ranks(_on_lag, world_size, STAGES[stage], accumulation, env={"LAG_SCHEDULE": schedule})
+        assert [numbers for numbers, _ in ranks] == expected, schedule
+
+
+@pytest.mark.parametrize("stage", IN_GROUPS)
+def test_numbers_of_ranks_in_groups_are_those_of_the_cpu(stage: str) -> None:
+    expected = [numbers for numbers, _ in run_ranks(_train, 4, "cpu", IN_GROUPS[stage], 2)]
+    for schedule in SCHEDULES:
+        ranks = run_ranks(_on_lag, 4, IN_GROUPS[stage], 2, env={"LAG_SCHEDULE": schedule})
         assert [numbers for numbers, _ in ranks] == expected, schedule
 
 

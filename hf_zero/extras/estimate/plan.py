@@ -91,6 +91,7 @@ def plan_model(
         optimizer: Makes the optimizer; None takes the configuration's block, else torch's AdamW.
     """
     comm = PretendedComm(rank, config.world_size, on_host=on_host)
+    comm.shard_in_groups(config.zero.sharding_group)
     settings = BuildSettings.of(config)
     drafted = flat_param_specs(model, settings, comm)
     return _Planner(config, settings, comm, profile, optimizer).plan(drafted, model.buffers())
@@ -110,6 +111,7 @@ def plan_units(
         optimizer: None where the engine does not train.
     """
     pretended = PretendedComm(comm.rank, comm.world_size, on_host=comm.computes_on_host)
+    pretended.groups = comm.groups
     drafted = [
         (
             UnitSpec(unit.name, unit.kind, unit.module, tuple(_parameters_of(unit))),

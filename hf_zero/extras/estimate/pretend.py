@@ -15,6 +15,7 @@ import torch
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.operation_log import OperationLog
+from hf_zero.distributed.rank_groups import RankGroups, group_size
 from hf_zero.distributed.work import Finish, Pending
 from hf_zero.native.host_memory import page_rounded
 from hf_zero.sharding.placement import Placements
@@ -48,6 +49,29 @@ class PretendedComm(Comm):
         if self.backend == "gloo" and self.world_size > 1:
             return Ended(None)
         return super().all_gather(full, part, what)
+
+    def shard_in_groups(self, wanted: str | int) -> None:
+        """See Comm. Where the ranks' hosts are not known, all are on one."""
+        size = group_size(wanted, ["host"] * self.world_size)
+        self.groups = RankGroups.of(self.rank, self.world_size, size) if size < self.world_size else None
+
+    def _gather_in_steps(
+        self, groups: RankGroups, full: torch.Tensor, row: torch.Tensor | None, part: torch.Tensor | None, what: str
+    ) -> Pending:
+        """See Comm. Over a device, memory for a row until the gather is over, where none is kept."""
+        if row is not None or self.backend == "gloo":
+            return Ended(None)
+        kept = [full.new_empty(full.numel() // groups.size)]
+        return Ended(kept.clear)
+
+    def _reduce_in_steps(self, groups: RankGroups, out: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
+        """See Comm. The memory of both steps is held until the sum would be there."""
+        numel = wire.numel() // groups.size
+        if self.backend == "gloo":
+            pieces = [self._acquire(wire.numel(), wire.dtype)[0], self._acquire(numel, out.dtype)[0]]
+            return Ended(functools.partial(self._release, *pieces))
+        kept = [wire.new_empty(numel)]
+        return Ended(kept.clear)
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return [value] * self.world_size

@@ -276,8 +276,7 @@ class ShardedLoad:
         for flat in (flat for unit in self._built.units for flat in unit.flats):
             if flat.on_demand:
                 flat.reshard()  # some initialisations replace a parameter's data
-            else:
-                gather_resident([flat])
+            gather_resident([flat])
         ZeroEngine(self._model, self._config, built=self._built, train=False)
 
 

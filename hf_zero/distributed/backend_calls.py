@@ -1,0 +1,84 @@
+"""Calls of torch.distributed: several collectives as one operation of a device, and messages of gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.distributed.torch_names import (
+    all_gather_single,
+    all_gather_single_coalesced,
+    reduce_scatter_single,
+    reduce_scatter_single_coalesced,
+)
+
+
+def all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
+    """Gather tensors of any types in one operation: NCCL has a group of its calls for that, each with its own type."""
+    if len(outputs) == 1:
+        return all_gather_single(outputs[0], inputs[0], group=group, async_op=async_op)
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    return all_gather_single_coalesced(group)(outputs, inputs, options)
+
+
+def reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
+    """Reduce tensors of any types in one operation, as `all_gather` gathers them."""
+    if len(outputs) == 1:
+        return reduce_scatter_single(outputs[0], inputs[0], group=group, async_op=async_op)
+    options = dist.ReduceScatterOptions()
+    options.asyncOp = async_op
+    return reduce_scatter_single_coalesced(group)(outputs, inputs, options)
+
+
+def all_reduce(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
+    """Reduce tensors of one type in place: NCCL's call demands both."""
+    if len(outputs) == 1:
+        return dist.all_reduce(outputs[0], group=group, async_op=async_op)
+    options = dist.AllreduceCoalescedOptions()
+    options.asyncOp = async_op
+    return group.allreduce_coalesced(outputs, options)
+
+
+COALESCED: dict[str, Callable[..., Any]] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_reduce": all_reduce,
+}
+
+
+def exchange(places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], rank: int, tag: int, group: Any) -> None:
+    """See Comm._exchange; returns when all of it is over."""
+    for work in start_messages(places, parts, rank, tag, group):
+        work.wait()
+
+
+def start_messages(
+    places: Sequence[torch.Tensor],
+    parts: Sequence[torch.Tensor],
+    place: int,
+    tag: int,
+    group: Any,
+    ranks: Sequence[int] | None = None,
+) -> list[Any]:
+    """Start to send `parts[i]` to the i-th of `ranks`, and to fill `places[i]` with what that one sends.
+
+    Nothing travels from this rank to itself.
+
+    Args:
+        place: This rank's place in `ranks`.
+        ranks: Those that exchange something, the same on all of them; None: all ranks of the group.
+    """
+    works: list[Any] = []
+    count = len(places)
+    for step in range(1, count):  # an order in which no two ranks begin with the same one
+        to, origin = (place + step) % count, (place - step) % count
+        if parts[to].numel():
+            works.append(dist.isend(parts[to], group=group, group_dst=ranks[to] if ranks else to, tag=tag))
+        if places[origin].numel():
+            source = ranks[origin] if ranks else origin
+            works.append(dist.irecv(places[origin], group=group, group_src=source, tag=tag))
+    return works

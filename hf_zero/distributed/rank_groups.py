@@ -1,0 +1,76 @@
+"""Groups of consecutive ranks, usually those of one host: what is inside of one travels apart from what leaves it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_zero.distributed.environment import host_id
+from hf_zero.errors import ConfigError
+
+KEY = "zero_optimization.sharding_group"
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups that the ranks of an engine form, seen from one of them."""
+
+    size: int  # ranks of a group
+    inside: tuple[int, ...]  # the ranks of this rank's group, in order
+    across: tuple[int, ...]  # the ranks at this rank's place in each group, in the order of groups
+
+    @classmethod
+    def of(cls, rank: int, world_size: int, size: int) -> RankGroups:
+        first = rank - rank % size
+        return cls(size, tuple(range(first, first + size)), tuple(range(rank % size, world_size, size)))
+
+    @property
+    def number(self) -> int:
+        """The number of groups."""
+        return len(self.across)
+
+
+def host_name() -> str:
+    """Return what tells this host, or a container with a network of its own, from the others."""
+    with contextlib.suppress(OSError):
+        return host_id("net")
+    return socket.gethostname()
+
+
+def group_size(wanted: str | int, hosts: Sequence[str]) -> int:
+    """Return the number of ranks of a group.
+
+    Args:
+        wanted: The value of the key: "all", "host" or a number.
+        hosts: What tells the host of each rank from others, in rank order.
+    Raises:
+        ConfigError: Groups of that size do not exist; the same on all ranks.
+    """
+    count = len(hosts)
+    if wanted == "all":
+        return count
+    if wanted != "host":
+        size = int(wanted)
+        if count % size:
+            fitting = [number for number in range(1, count + 1) if count % number == 0]
+            raise ConfigError(
+                f"{KEY} = {size}: {count} ranks do not form groups of {size}.\nWrite one of "
+                f'{", ".join(map(str, fitting))}, or "all", or start as many ranks as fit.'
+            )
+        return size
+    ranks_of = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)}
+    found = list(ranks_of.values())
+    if len({len(ranks) for ranks in found}) > 1:
+        counted = ", ".join(f"{len(ranks)} (rank {ranks[0]} on)" for ranks in found)
+        raise ConfigError(
+            f'{KEY} = "host": the hosts have different numbers of ranks: {counted}.\nStart as many on each host, '
+            'or write "all", or a number of ranks that divides all of these.'
+        )
+    if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in found):
+        raise ConfigError(
+            f'{KEY} = "host": the ranks of a host are not consecutive: {found}.\nNumber them host by host, as '
+            'torchrun does (SLURM: --distribution=block; MPI: --map-by slot), or write "all".'
+        )
+    return len(found[0])

@@ -1,0 +1,154 @@
+"""All-gathers and reduce-scatters in two steps, so that each element crosses from one group of ranks to another once.
+
+[Note: Two steps]
+N ranks form groups of g, and rank r owns the r-th of N parts of a tensor. Ranks at the same place l in their groups
+own the parts l, g + l, 2g + l, ...: together they own a g-th of the tensor, a row of N / g parts.
+
+    gather          1. across the groups: each rank gets the row of its place
+                    2. inside the group: each rank gives its row to the others, and all have all rows
+    reduce-scatter  1. inside the group: each rank gets the sums of the group for the row of its place
+                    2. across the groups: each rank gets the sum of the groups' sums for its part
+
+So a group sends each part that its ranks own to every other group once, and a gradient leaves a group as a sum. What
+comes out is what one step gives, but for the order of additions: inside the group first, then over the groups in
+order. A row that is kept after the first step makes the next gather one that stays inside the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.backend_calls import COALESCED, start_messages
+from hf_zero.distributed.rank_groups import RankGroups
+from hf_zero.distributed.torch_names import all_gather_single, reduce_scatter_single
+
+
+# ---------------------------------------------------------------- over gloo, called in a thread of a link
+@dataclass(frozen=True)
+class MessageSteps:
+    """The steps as messages that carry `tag` between the ranks of torch's `group`."""
+
+    groups: RankGroups
+    rank: int
+    tag: int
+
+    def gather(
+        self, full: Sequence[torch.Tensor], row: Sequence[torch.Tensor], part: torch.Tensor | None, group: Any
+    ) -> None:
+        """Fill `row` from the `part` of each rank at this place, where one is given, and `full` from the rows.
+
+        Args:
+            full: The parts of all ranks.
+            row: The parts of the ranks at this one's place, which may be those of `full`.
+        """
+        if part is not None:
+            self._run([(row, [part] * self.groups.number)], self.groups.across, group)
+        mine = [[one] * self.groups.size for one in row]
+        self._run(zip(self._by_group(full), mine, strict=True), self.groups.inside, group)
+
+    def reduce(
+        self, out: torch.Tensor, full: torch.Tensor, received: torch.Tensor, sums: torch.Tensor, group: Any
+    ) -> None:
+        """Sum `full` over ranks, of which this rank's part goes to `out`.
+
+        Args:
+            received: Memory of the size and type of `full`.
+            sums: Memory for a row, of `out`'s type. Sums travel in that of `full`.
+        """
+        size, number = self.groups.size, self.groups.number
+        by_rank = received.view(size, number, -1)
+        places = [list(one) for one in by_rank.unbind(1)]
+        self._run(zip(places, self._by_group(full.chunk(size * number)), strict=True), self.groups.inside, group)
+        _sum(received.view(size, -1), sums)
+        by_group = by_rank[0]  # what was received has been summed
+        sent = sums.to(full.dtype).view(number, -1)
+        self._run([(by_group.unbind(), sent.unbind())], self.groups.across, group)
+        _sum(by_group, out)
+
+    def _by_group(self, parts: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        return [parts[start : start + self.groups.size] for start in range(0, len(parts), self.groups.size)]
+
+    def _run(
+        self,
+        exchanges: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+        ranks: Sequence[int],
+        group: Any,
+    ) -> None:
+        """Exchange with `ranks`, several times at once: (places for what comes, what is sent), by rank."""
+        mine = ranks.index(self.rank)
+        works = []
+        for places, parts in exchanges:
+            works += start_messages(places, parts, mine, self.tag, group, ranks)
+            if places[mine].data_ptr() != parts[mine].data_ptr():
+                places[mine].copy_(parts[mine])
+        for work in works:
+            work.wait()
+
+
+def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Add rows up in order, in the type of `out`."""
+    if len(rows) == 2 and rows.dtype == out.dtype:
+        torch.add(rows[0], rows[1], out=out)
+    else:
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+
+
+# ---------------------------------------------------------------- on a device, as two of its operations
+@dataclass(frozen=True)
+class DeviceSteps:
+    """The steps as collectives of two process groups; the second waits for the first on a stream between them.
+
+    Args:
+        beside: That stream.
+        inside, across: torch's groups of these ranks.
+    """
+
+    groups: RankGroups
+    beside: torch.Stream
+    inside: Any
+    across: Any
+
+    def gather(self, full: torch.Tensor, row: torch.Tensor, part: torch.Tensor | None, **call: Any) -> StepsWork:
+        """Start what MessageSteps.gather does, of tensors as they are."""
+        number = self.groups.number
+        with self._after_compute():
+            if part is not None:
+                all_gather_single(row, part, group=self.across, async_op=True).wait()
+            places, mine = list(full.chunk(number)), list(row.chunk(number))
+            work = COALESCED["all_gather"](places, mine, group=self.inside, async_op=True)
+        return StepsWork(work, [full, row, part])
+
+    def reduce(self, out: torch.Tensor, full: torch.Tensor, sums: torch.Tensor, **call: Any) -> StepsWork:
+        """Start what MessageSteps.reduce does, in one type."""
+        number = self.groups.number
+        with self._after_compute():
+            places, addends = list(sums.chunk(number)), list(full.chunk(number))
+            COALESCED["reduce_scatter"](places, addends, group=self.inside, async_op=True).wait()
+            work = reduce_scatter_single(out, sums, group=self.across, async_op=True)
+        return StepsWork(work, [full, sums])
+
+    @contextlib.contextmanager
+    def _after_compute(self) -> Iterator[None]:
+        self.beside.wait_stream(torch.accelerator.current_stream(self.beside.device))
+        with self.beside:
+            yield
+
+
+class StepsWork:
+    """torch's Work of the second step, which keeps what the first one reads and writes until somebody has waited."""
+
+    def __init__(self, work: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+        self._work = work
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensors = ()
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())

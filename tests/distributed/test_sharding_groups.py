@@ -1,0 +1,302 @@
+"""Shards in groups of ranks: the numbers of one process, and each element crosses to another group once."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import unittest.mock
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_zero
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed.rank_groups import group_size
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.errors import ConfigError
+from tests.harness import models
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import Case
+from tests.harness.sharded import Options
+from tests.runtime import test_data_dependent
+from tests.runtime.test_parity import check
+
+STAGES = (1, 2, 3)
+GROUP = "sharding_group"
+
+
+def _options(stage: int, size: int | str, **zero: Any) -> Options:
+    return Options(stage, zero=((GROUP, size), *zero.items()))
+
+
+# ---------------------------------------------------------------- the numbers of one process
+@pytest.mark.parametrize(
+    ("world", "sizes", "accumulation"),
+    [(4, (1, 2, 4), 2), pytest.param(6, (2, 3), 1, marks=pytest.mark.slow)],
+)
+def test_parity(world: int, sizes: tuple[int, ...], accumulation: int) -> None:
+    case = Case("plain", world, accumulation, steps=3)
+    check([(case, _options(stage, size)) for size, stage in itertools.product(sizes, STAGES)])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "unused_somewhere",  # ranks differ in which parameters have a gradient
+        *(pytest.param(model, marks=pytest.mark.slow) for model in ("frozen", "tied+twice", "reentrant")),
+    ],
+)
+def test_parity_of_models(model: str) -> None:
+    case = Case(model, 4, 1, steps=3)
+    # Buckets that cut parameters, of an odd size; persistent parameters beside sharded ones.
+    cut = {"reduce_bucket_size": 97, "stage3_param_persistence_threshold": 20}
+    check([(case, _options(stage, 2, **cut)) for stage in (2, 3)])
+
+
+@pytest.mark.slow
+def test_parity_of_offloaded_states() -> None:
+    case = Case("plain", 4, 2, steps=3, single=True)
+    check([(case, _options(stage, 2, offload_optimizer={"device": "cpu"})) for stage in STAGES])
+
+
+@pytest.mark.slow
+def test_ranks_that_use_different_layers() -> None:
+    for size, zero in ((2, test_data_dependent.PREFETCH), (1, test_data_dependent.NO_PREFETCH)):
+        test_data_dependent.check("disjoint experts", 4, 3, 2, {**zero, GROUP: size})
+
+
+# ---------------------------------------------------------------- what leaves a group
+def _count_sent(engine: ZeroEngine, steps: int, accumulation: int) -> dict[bool, list[int]]:
+    """Return the bytes that this rank sends for gathers and reduces in each step, by whether they leave its group."""
+    sent: dict[bool, list[int]] = collections.defaultdict(list)
+    original, own = dist.isend, dist.get_rank() // 2
+
+    def isend(tensor: torch.Tensor, **call: Any) -> Any:
+        if tensor.dtype == torch.float32:  # votes are float64
+            sent[call["group_dst"] // 2 != own][-1] += tensor.nbytes
+        return original(tensor, **call)
+
+    with unittest.mock.patch.object(dist, "isend", isend):
+        for step in range(steps):
+            for leaves in (False, True):
+                sent[leaves].append(0)
+            for micro in range(accumulation):
+                batch = models.make_batch("plain", seed=step * accumulation + micro, rank=dist.get_rank())
+                engine.backward(engine(**batch)["loss"])
+                engine.step()
+    return sent
+
+
+def _traffic(stage: int, accumulation: int) -> tuple[int, list[int], list[int]]:
+    case = Case("plain", 4, accumulation, single=True)
+    model = case.build()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, GROUP: 2},
+    }
+    engine = hf_zero.initialize(model=model, optimizer=case.make_optimizer(model), config=config)[0]
+    sent = _count_sent(engine, 3, accumulation)
+    total = sum(flat.layout.padded_numel for unit in engine.units for flat in unit.flats)
+    return 4 * total // 4, sent[True], sent[False]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_element_crosses_once_in_a_direction(stage: int) -> None:
+    for part, leaving, _ in run_ranks(_traffic, 4, stage, 1):
+        # A part of the gradients, summed over the group, and one of the updated parameters.
+        assert leaving[1:] == [2 * part] * 2
+        assert leaving[0] in (part, 2 * part)
+
+
+def test_a_second_micro_batch_gathers_within_the_group() -> None:
+    for part, leaving, staying in run_ranks(_traffic, 4, 3, 2):
+        assert leaving[1:] == [3 * part] * 2  # two reduces and a gather
+        assert staying[1] >= 2 * 3 * part
+
+
+# ---------------------------------------------------------------- overflows, files, writes
+class Net(nn.Module):
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(3))
+        self.head = nn.Linear(13, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def _start(stage: int, size: int | str, seed: int = 0, **config: Any) -> ZeroEngine:
+    torch.manual_seed(seed)
+    model = Net()
+    whole = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 5, GROUP: size},
+        "desync_timeout": 20,
+        **config,
+    }
+    return hf_zero.initialize(model=model, config=whole)[0]
+
+
+def _step(engine: ZeroEngine, number: int, factor: float = 1.0) -> float:
+    x = torch.randn(2, 13, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+    loss = engine(x).float().square().mean() * factor
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def _overflow(stage: int, size: int | str) -> list[float]:
+    engine = _start(stage, size, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
+    numbers = [_step(engine, number) for number in range(2)]
+    _step(engine, 2, float("inf") if dist.get_rank() == 1 else 1.0)
+    return [*numbers, *(_step(engine, number) for number in range(3, 6)), engine.skipped_steps]
+
+
+def test_an_overflow_on_one_rank_is_left_out_on_all() -> None:
+    for stage in (2, 3):
+        want = run_ranks(_overflow, 4, stage, "all")
+        assert [ranks[-1] for ranks in want] == [1] * 4
+        for numbers, wanted in zip(run_ranks(_overflow, 4, stage, 2), want, strict=True):
+            assert numbers == pytest.approx(wanted, rel=1e-2)
+            assert numbers[-1] == wanted[-1]
+
+
+def _save(stage: int, size: int | str, folder: str) -> list[float]:
+    engine = _start(stage, size)
+    for number in range(3):
+        _step(engine, number)
+    engine.save_checkpoint(folder, "saved")
+    return [_step(engine, number) for number in range(3, 6)]
+
+
+def _resume(stage: int, size: int | str, folder: str) -> list[float]:
+    engine = _start(stage, size, seed=1)
+    _step(engine, 7)  # what has been gathered is not what the files have
+    engine.load_checkpoint(folder, "saved")
+    return [_step(engine, number) for number in range(3, 6)]
+
+
+def test_checkpoints_resume_in_groups_of_another_size(tmp_path: Path) -> None:
+    for stage, size in ((3, 2), (2, 2), (3, "all")):
+        folder = str(tmp_path / f"{stage}-{size}")
+        want = run_ranks(_save, 4, stage, size, folder)
+        for other_stage, other in ((3, 1), (3, 2), (2, "all"), (1, 2)):
+            got = run_ranks(_resume, 4, other_stage, other, folder)
+            assert got == [pytest.approx(numbers, rel=1e-5) for numbers in want], (stage, size, other_stage, other)
+
+
+def _write(size: int | str) -> list[float]:
+    """Return what a forward gives after each of the ways in which weights are written from outside."""
+    engine, other = _start(3, size), _start(3, size, seed=5)
+    model, x = engine.module, torch.ones(1, 13)
+    seen = []
+
+    def look() -> None:
+        with torch.no_grad():
+            seen.append(engine(x).sum().item())
+
+    look()
+    weight = model.layers[1].weight
+    hf_zero.set_full_param(model, torch.full((13, 13), 0.1), "layers.1.weight")
+    look()
+    local = hf_zero.local_param(model, "layers.2.weight")
+    hf_zero.set_local_param(model, None if local is None else local.values * 2, "layers.2.weight")
+    look()
+    with hf_zero.gathered_params(model, write_rank=2), torch.no_grad():
+        if engine.rank == 2:
+            weight.mul_(3)
+    look()
+    engine.load_full_state_dict(other.full_state_dict(keep=True))
+    look()
+    hf_zero.copy_weights(_start(3, "all", seed=6).module, model, tau=0.5)
+    look()
+    average = hf_zero.ShardedEMA(model, 0.5)
+    _step(engine, 0)
+    look()
+    average.update()
+    with average.swapped():
+        look()
+    look()
+    _step(engine, 1)
+    look()
+    return seen
+
+
+def test_weights_that_are_written_reach_all_groups() -> None:
+    want = run_ranks(_write, 4, "all")
+    assert len({round(value, 6) for value in want[0]}) == len(want[0]) - 1  # one state is seen twice
+    assert run_ranks(_write, 4, 2) == [pytest.approx(numbers, rel=1e-5, abs=1e-6) for numbers in want]
+
+
+def _states(size: int | str) -> tuple[int, int]:
+    engine = _start(3, size)
+    _step(engine, 0)
+    before = engine.memory_report()["parameters"]
+    return before, sum(flat.row_bytes for unit in engine.units for flat in unit.flats)
+
+
+def test_what_a_group_shares_is_in_the_memory_report() -> None:
+    for (total, rows), (without, none) in zip(run_ranks(_states, 4, 2), run_ranks(_states, 4, "all"), strict=True):
+        assert none == 0
+        assert rows > 0
+        assert total == without + rows
+
+
+# ---------------------------------------------------------------- bad input
+def test_group_sizes() -> None:
+    hosts = ["a", "a", "b", "b"]
+    assert [group_size(wanted, hosts) for wanted in ("all", "host", 1, 2, 4)] == [4, 2, 1, 2, 4]
+    for wanted, names, said in (
+        (3, hosts, "1, 2, 4"),
+        (8, hosts, "do not form groups of 8"),
+        ("host", ["a", "a", "a", "b"], "different numbers of ranks: 3"),
+        ("host", ["a", "b", "a", "b"], "not consecutive"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            group_size(wanted, names)
+
+
+def _on_uneven_hosts(size: int | str) -> None:
+    with unittest.mock.patch("hf_zero.distributed.comm.host_name", lambda: "a" if dist.get_rank() < 3 else "b"):
+        _start(3, size)
+
+
+@pytest.mark.parametrize(("size", "said"), [("host", "different numbers of ranks"), (3, "do not form groups of 3")])
+def test_groups_that_do_not_exist_are_refused_on_every_rank(size: int | str, said: str) -> None:
+    for failure in run_ranks(_on_uneven_hosts, 4, size, expect_error=True):
+        assert failure.kind == "ConfigError"
+        assert GROUP in failure.message
+        assert said in failure.message
+
+
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [
+        ({"stage": 0, GROUP: 2}, "the stage is 0"),
+        ({"stage": 3, GROUP: 2, "offload_param": {"device": "cpu"}}, "offload_param"),
+        ({"stage": 2, GROUP: 2, "reduce_scatter": False}, "reduce_scatter"),
+        ({"stage": 2, GROUP: 2, "allgather_partitions": False}, "allgather_partitions"),
+        ({"stage": 3, GROUP: 2, "mics_shard_size": 4}, "mics_shard_size"),
+        ({"stage": 3, GROUP: 0}, "host"),
+        ({"stage": 3, GROUP: "node"}, "host"),
+    ],
+)
+def test_keys_that_contradict(zero: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ZeroConfig.load({"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}).resolve(world_size=4)
+
+
+def test_the_name_that_deepspeed_has() -> None:
+    for given, want in ((2, 2), (-1, "all")):
+        config = {"zero_optimization": {"stage": 3, "mics_shard_size": given}, "train_micro_batch_size_per_gpu": 1}
+        assert ZeroConfig.load(config).resolve(world_size=4).zero.sharding_group == want
