@@ -356,6 +356,35 @@ def test_nothing_is_gathered_that_no_rank_needs() -> None:
     assert first == [same, same, different + len(text), different, only_text, only_images]
 
 
+def bytes_of(images: list[int]) -> list[int]:
+    """The bytes that each step of LLaVA gathers and reduces, with so many images on rank 0 and none on the others."""
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **PREFETCH},
+    }
+    model = llava().double()
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    loss = with_images(lambda step, rank: images[step] if rank == 0 else 0)
+    sizes = []
+    for step in range(len(images)):
+        before = sum(engine.comm.counts[name].nbytes for name in ("all_gather", "reduce_scatter"))
+        engine.backward(loss(engine, engine.module, step, dist.get_rank()))
+        engine.step()
+        sizes.append(sum(engine.comm.counts[name].nbytes for name in ("all_gather", "reduce_scatter")) - before)
+    return sizes
+
+
+def test_text_gathers_nothing_of_the_image_tower() -> None:
+    """A leaf module of DeepSpeed is gathered in every pass of every rank, as here where each batch has an image."""
+    tower = sum(param.numel() for param in llava().model.vision_tower.parameters())
+    as_leaf = set(run_ranks(bytes_of, 2, [1] * 6)[0])
+    for sizes in run_ranks(bytes_of, 2, [0, 0, 0, 1, 0, 1, 0, 1]):
+        text, images = set(sizes[4::2]), set(sizes[3::2])
+        assert images == as_leaf and max(text) < min(images) - 8 * tower
+        assert sum(sizes[-4:]) / 4 < 0.86 * max(as_leaf)
+
+
 def part_on_one_rank() -> None:
     model = hf_zero.shard(
         Chooser().double(),
