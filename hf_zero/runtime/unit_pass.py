@@ -6,17 +6,20 @@ knows what the others use. So a pass is one of two kinds:
   - It follows the order that all ranks had in the last one, and asks nobody. Who is about to use another unit than the
     next, or is at the end too early, first goes through the rest of that order: it takes part in the gathers and the
     reduces that the other ranks start, and computes nothing.
-  - Or the ranks agree on each gather: all tell what they need, or that they need nothing more, and gather the unit
-    that most of them need. For the others it is dropped. What no rank needs is not gathered.
+  - Or the ranks agree on each gather: all tell what they need, or that they need nothing more, and gather the first of
+    these in the model, in a backward the last. Ranks that need another one drop it: they need this one no more if the
+    model uses its units in order. What no rank needs is not gathered. A rank that has its unit goes on to tell what it
+    used next in the pass before, so that the gather runs beside its work. This may be wrong, and is given up for a
+    pass in which it was wrong too often.
 Every pass ends when nobody needs anything. A rank that has left the shared order gets there what it could not have
 before. All passes of a kind in which ranks differed once are of the second kind, and so are the first ones.
 A reduce starts, in a backward of the second kind, when no rank comes to the unit any more, as far as each can tell by
-its forward; a gradient that comes after it waits for the step: [Note: One reduce per unit and backward].
+its forward; a gradient that comes after it waits for the step: [Note: One reduce per unit and backward]. A rank that
+tells what it uses next has not computed with the last unit: the ranks ask about that one the next time.
 """
 
 from __future__ import annotations
 
-import collections
 import enum
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -74,7 +77,8 @@ class UnitPass:
         self._units = units
         self._actions = actions
         self._ask = ask
-        self._gathered: ShardUnit | None = None  # the last unit that ranks agreed on
+        self._gathered: list[ShardUnit] = []  # by agreement, and some rank may have been in the middle of the last use
+        self._ahead: ShardUnit | None = None  # it is gathered for the use that is expected next
 
     def before_use(self, unit: ShardUnit) -> None:
         """Let the ranks come to where this rank may use `unit`: it is unsharded then, or is gathered next by all."""
@@ -83,8 +87,24 @@ class UnitPass:
         if self.follows_order and not self.order.expects(unit):
             self._follow_the_rest()
         if not self.follows_order:
+            self.order.compare_with_expected(unit)
+            self._drop_ahead(unless=unit)
             while unit.state is UnitState.SHARDED:
                 self._agree_on(unit)
+
+    def gather_ahead(self, is_admitted: Callable[[ShardUnit], bool]) -> None:
+        """Start the gather of what this rank is expected to use next, unless other ranks need another unit first."""
+        following = self.order.expected_next()
+        if following is None or following.state is not UnitState.SHARDED or not is_admitted(following):
+            return
+        self._agree_on(following, is_ahead=True)
+        if following.state is UnitState.UNSHARDING:
+            self._ahead = following
+
+    def _drop_ahead(self, *, unless: ShardUnit | None = None) -> None:
+        unit, self._ahead = self._ahead, None
+        if unit is not None and unit is not unless and unit.state is UnitState.UNSHARDING:
+            self._actions.reshard(unit)
 
     def end(self) -> bool:
         """Take part in what other ranks need, until none needs anything; return whether all needed the same.
@@ -93,6 +113,7 @@ class UnitPass:
         """
         if self.follows_order and self.order.has_rest:
             self._follow_the_rest()
+        self._drop_ahead()
         while (equal := self._agree_on(None)) is None:
             pass
         self.order.agree(equal)
@@ -121,24 +142,26 @@ class UnitPass:
                 self._actions.reshard(unit)
         self.follows_order = False
 
-    def _agree_on(self, wanted: ShardUnit | None) -> bool | None:
-        """Gather the unit that most ranks need. If none needs any: whether all have recorded the same pass."""
-        before = self._gathered
-        is_over = before is None or not self._actions.has_open_use(before)
+    def _agree_on(self, wanted: ShardUnit | None, *, is_ahead: bool = False) -> bool | None:
+        """Gather a unit that some rank needs. If none needs any: whether all have recorded the same pass.
+
+        Args:
+            is_ahead: This rank expects to use `wanted`, and has not computed yet with the unit that it uses now.
+        """
         index = _NOTHING if wanted is None else self.order.number_of(wanted)
-        mine = [float(index), float(is_over), self.order.digest() if wanted is None else 0.0]
-        by_rank = self._ask(mine, f"layers of a {self.phase.value}")
-        needed = collections.Counter(int(row[0]) for row in by_rank if row[0] != _NOTHING)
+        digest = self.order.digest() if wanted is None else 0.0
+        is_over = [float(not self._actions.has_open_use(unit)) for unit in self._gathered]
+        by_rank = self._ask([float(index), float(is_ahead), digest, *is_over], f"layers of a {self.phase.value}")
+        needed = [int(row[0]) for row in by_rank if row[0] != _NOTHING]
         if not needed:
             return len({row[2] for row in by_rank}) == 1
-        # The first in the model goes before others that as many ranks need; in backward the last one does.
-        sign = 1 if self.phase is Phase.FORWARD else -1
-        chosen = self._units[min(needed, key=lambda one: (-needed[one], sign * one))]
+        chosen = self._units[min(needed) if self.phase is Phase.FORWARD else max(needed)]
         self._gather(chosen, is_needed=chosen is wanted)
-        is_left = self.phase is Phase.BACKWARD and all(row[1] for row in by_rank)
-        if is_left and before is not None and before is not chosen:
-            self._actions.reduce(before)
-        self._gathered = chosen
+        in_use = self._gathered[-1:] if any(row[1] for row in by_rank) else []
+        for number, unit in enumerate(self._gathered[: len(self._gathered) - len(in_use)], 3):
+            if self.phase is Phase.BACKWARD and unit is not chosen and all(row[number] for row in by_rank):
+                self._actions.reduce(unit)
+        self._gathered = [*in_use, chosen]
         return None
 
     def _gather(self, unit: ShardUnit, *, is_needed: bool) -> None:

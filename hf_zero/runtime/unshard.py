@@ -159,6 +159,8 @@ class OnDemandParams:
             self.unshard(unit)
             if under_way.follows_order:
                 self._prefetch(unit, order)
+            else:
+                under_way.gather_ahead(self._admits_next)
             if left is not None:
                 order.note(Mark.REDUCED, left)
                 if under_way.follows_order:
@@ -414,10 +416,7 @@ class OnDemandParams:
 
     def _tell_once(self) -> None:
         if not self._has_told and self.flats[0].comm.run_rank == 0:
-            logger.warning(
-                "ranks used different layers in a forward: from the next one on they agree on each gather, and gather "
-                "nothing ahead"
-            )
+            logger.warning("ranks used different layers in a forward: from the next one on they agree on each gather")
         self._has_told = True
 
     def _end_pass(self, phase: Phase) -> bool:
@@ -549,6 +548,9 @@ class OnDemandParams:
             if following.state is UnitState.SHARDED and not self._gather_if_admitted(following, is_next):
                 return
             window.take()
+
+    def _admits_next(self, unit: ShardUnit) -> bool:
+        return bool(self._limits.ahead) and self._limits.admits_next(unit.numel)
 
     def _gather_if_admitted(self, unit: ShardUnit, is_next: bool) -> bool:
         # To start the gather of a unit that is updated or read first is to wait for that.

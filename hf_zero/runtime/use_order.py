@@ -14,6 +14,8 @@ from hf_zero.sharding.unit import ShardUnit
 NextUse = dict[tuple[int, int], int]
 # A model whose passes change more often, though on all ranks alike, is taken for one that depends on its data.
 _MAX_CHANGES = 3
+# A gather for nothing costs more than one in time saves: no unit is expected from this share of mistakes on.
+_MAX_MISTAKES = 0.25
 
 
 class Mark(enum.IntEnum):
@@ -54,8 +56,9 @@ class UseOrder:
         self._shared = array.array("q")  # entries
         self._shared_uses: list[int] = []
         self._at = 0  # the entries of `_shared` that this rank has come to
-        self._next: NextUse = {}
+        self._next: NextUse = {}  # in the last pass: of all ranks if it was shared, and else of this one
         self._changes = 0
+        self._expected = self._mistakes = 0  # uses for which `_next` had a unit, and those for which it was another
         self.differs = False  # the ranks use different units, or others in every pass: no order is shared again
 
     @property
@@ -126,13 +129,14 @@ class UseOrder:
     def agree(self, all_ranks_equal: bool) -> None:
         """The pass is over; take it as the shared order if every rank recorded the same, and give that up if not."""
         mine = self._mine if all_ranks_equal else array.array("q")
-        if mine == self._shared:
+        if all_ranks_equal and mine == self._shared:
             return
-        self._changes += bool(self._shared)
-        self.differs |= not all_ranks_equal or self._changes > _MAX_CHANGES
+        if self._shared:
+            self._changes += 1
+            self.differs |= not all_ranks_equal or self._changes > _MAX_CHANGES
         self._shared = mine
-        self._shared_uses = _without_repeats([entry // _MARKS for entry in mine if entry % _MARKS == Mark.USED])
-        uses = self._shared_uses
+        uses = _without_repeats([entry // _MARKS for entry in self._mine if entry % _MARKS == Mark.USED])
+        self._shared_uses = uses if all_ranks_equal else []
         self._next = dict(zip(zip((-1, *uses), uses, strict=False), uses[1:], strict=False))
 
     def forget(self) -> None:
@@ -155,6 +159,21 @@ class UseOrder:
         if self._uses and self.is_shared:
             for index in follow(self._next, self._last, self._uses[-1], len(self._shared_uses)):
                 yield self._units[index]
+
+    def expected_next(self) -> ShardUnit | None:
+        """Return the unit that this rank used next in the last pass; None if there is none, or it is often another."""
+        index = self._after_last_use()
+        return None if index is None or self._mistakes > _MAX_MISTAKES * self._expected else self._units[index]
+
+    def compare_with_expected(self, unit: ShardUnit) -> None:
+        """`unit` is used next."""
+        index, expected = self._index[id(unit)], self._after_last_use()
+        if expected is not None and index != self._uses[-1]:
+            self._expected += 1
+            self._mistakes += index != expected
+
+    def _after_last_use(self) -> int | None:
+        return self._next.get((self._last, self._uses[-1])) if self._uses else None
 
     def reaches_its_end(self, last: ShardUnit | None) -> bool:
         """Whether `upcoming`, which gave `last` last (None: nothing), stopped because the shared order ends there."""

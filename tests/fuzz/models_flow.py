@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import torch
@@ -144,6 +145,25 @@ class Experts(Net):
         return self.head(self.blocks[choice % 3](self.inp(x)))
 
 
+class Sequences(Net):
+    """Six blocks, of which each rank uses some in every forward, in any order; often these are those of all ranks."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__([Block() for _ in range(6)])
+        self.seed = seed
+
+    def forward(self, x: torch.Tensor, *place: int) -> torch.Tensor:
+        x = self.inp(x)
+        for index in self.drawn("all") if self.drawn(*place)[0] % 2 else self.drawn(*place)[1:]:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+    def drawn(self, *key: Any) -> list[int]:
+        """Return one to eight blocks, the same for the same key."""
+        generator = random.Random(repr((self.seed, key)))
+        return generator.choices(range(6), k=generator.randint(1, 8))
+
+
 class Router(nn.Module):
     """Every expert inside one unit; which of them run depends on the data."""
 
@@ -275,6 +295,10 @@ def with_rank(run: Any, net: nn.Module, batch: Batch) -> torch.Tensor:
     return mean_square(run(batch.x, batch.rank))
 
 
+def with_place(run: Any, net: nn.Module, batch: Batch) -> torch.Tensor:
+    return mean_square(run(batch.x, batch.step, batch.micro, batch.rank))
+
+
 def equal_choice(run: Any, net: nn.Module, batch: Batch) -> torch.Tensor:
     return mean_square(run(batch.x, batch.step + batch.micro))
 
@@ -345,6 +369,8 @@ add("frozen", Frozen)
 add("some ranks", SomeRanks, with_rank, traits="local")
 add("experts, equal", Experts, equal_choice)
 add("experts, by rank", Experts, with_rank, traits="local")
+for _seed in range(8):
+    add(f"sequences {_seed}", lambda seed=_seed: Sequences(seed), with_place, traits="local")
 add("router", around(Router), traits="local")
 add("values", Values, values)
 for _how in ("reentrant", "not reentrant", "nested", "parts"):

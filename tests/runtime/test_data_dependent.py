@@ -18,6 +18,7 @@ import transformers as hf
 from torch import nn
 
 import hf_zero
+from hf_zero.sharding.unit import UnitState
 from tests.harness.ranks import run_ranks
 from tests.hf.architectures import ARCHITECTURES
 
@@ -382,7 +383,38 @@ def test_text_gathers_nothing_of_the_image_tower() -> None:
     for sizes in run_ranks(bytes_of, 2, [0, 0, 0, 1, 0, 1, 0, 1]):
         text, images = set(sizes[4::2]), set(sizes[3::2])
         assert images == as_leaf and max(text) < min(images) - 8 * tower
-        assert sum(sizes[-4:]) / 4 < 0.86 * max(as_leaf)
+        # One gather of a text step is for a tower that was expected, as in the step before.
+        assert sum(sizes[-4:]) / 4 < 0.88 * max(as_leaf)
+
+
+def gathers_beside_work(zero: dict[str, Any]) -> list[int]:
+    """Return for each step how many blocks run beside a gather; rank 1 leaves out the first four blocks."""
+    torch.manual_seed(3)
+    model = Chooser().double()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
+    }
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    blocks = [[0, 1, 2, 3, 4, 5], [4, 5]][dist.get_rank()]
+    counts = [0] * 4
+    for step in range(len(counts)):
+
+        def count(*_: Any, step: int = step) -> None:
+            counts[step] += any(unit.state is UnitState.UNSHARDING for unit in engine.params.units)
+
+        hooks = [block.register_forward_pre_hook(count) for block in model.blocks]
+        engine.backward(engine(numbers(step, dist.get_rank(), 3, WIDTH), blocks))
+        engine.step()
+        for hook in hooks:
+            hook.remove()
+    return counts
+
+
+def test_gathers_run_beside_the_work_of_ranks_that_differ() -> None:
+    """Each rank expects, from the second step on, what it used in the last one; nothing follows the last block."""
+    assert run_ranks(gathers_beside_work, 2, PREFETCH) == [[0, 5, 5, 5], [0, 1, 1, 1]]
+    assert run_ranks(gathers_beside_work, 2, NO_PREFETCH) == [[0] * 4] * 2
 
 
 def part_on_one_rank() -> None:
