@@ -78,7 +78,7 @@ class UnitPass:
         self._actions = actions
         self._ask = ask
         self._gathered: list[ShardUnit] = []  # by agreement, and some rank may have been in the middle of the last use
-        self._ahead: ShardUnit | None = None  # it is gathered for the use that is expected next
+        self._ahead: ShardUnit | None = None  # this rank expected to use it next, and it may be gathered
 
     def before_use(self, unit: ShardUnit) -> None:
         """Let the ranks come to where this rank may use `unit`: it is unsharded then, or is gathered next by all."""
@@ -95,10 +95,8 @@ class UnitPass:
     def gather_ahead(self, is_admitted: Callable[[ShardUnit], bool]) -> None:
         """Start the gather of what this rank is expected to use next, unless other ranks need another unit first."""
         following = self.order.expected_next()
-        if following is None or following.state is not UnitState.SHARDED or not is_admitted(following):
-            return
-        self._agree_on(following, is_ahead=True)
-        if following.state is UnitState.UNSHARDING:
+        if following is not None and following.state is UnitState.SHARDED and is_admitted(following):
+            self._agree_on(following, is_ahead=True)
             self._ahead = following
 
     def _drop_ahead(self, *, unless: ShardUnit | None = None) -> None:
