@@ -48,6 +48,7 @@ class FullWeights:
         self._comm = comm
         self._before_write = before_write  # nothing may write to the masters beside an edit
         self._blocks: list[EditWatch] = []  # `looked_at` and `edited` that have been entered, the outermost first
+        self._worked_on: set[ShardUnit] = set()
 
     @contextlib.contextmanager
     def gathered(self, units: Iterable[ShardUnit]) -> Iterator[None]:
@@ -81,16 +82,30 @@ class FullWeights:
             )
 
     @contextlib.contextmanager
+    def worked_on(self, units: Iterable[ShardUnit]) -> Iterator[None]:
+        """Let an `edited` of rank 0 inside the block leave out `units`: they are whole, and rank 0's values win.
+
+        It is for code that is not ours and gathers by itself, as it does under DeepSpeed.
+        """
+        begun = set(units) - self._worked_on
+        self._worked_on |= begun
+        try:
+            yield
+        finally:
+            self._worked_on -= begun
+
+    @contextlib.contextmanager
     def edited(self, units: Iterable[ShardUnit], write_rank: int, *, alike: bool = False) -> Iterator[None]:
         """Unshard `units` inside the block and keep the edits of `write_rank`: all or none. All ranks must call.
 
         Inside `looked_at` too, which sees the edits from the end of the block on.
 
         Args:
-            alike: The ranks run the same code, perhaps with other random numbers: edits of others are dropped.
+            alike: The ranks run the same code, perhaps with other random numbers: edits of others are dropped. The
+                block is one of `worked_on` too.
         Raises StateError on every rank, with nothing kept, if another rank wrote or any rank left by an exception.
         """
-        units = list(units)
+        units = [unit for unit in units if write_rank != 0 or unit not in self._worked_on]
         readers = [watch for watch in self._blocks_around(units) if not watch.by_value]
         self.check_idle(units, readers)
         self._before_write()
@@ -106,7 +121,7 @@ class FullWeights:
             for reader in readers:
                 stack.enter_context(reader.leaving_to(watch))
             try:
-                with self._open(watch):
+                with self._open(watch), self.worked_on(units if alike else ()):
                     yield
                 error = None
             except (DivergenceError, OffloadError):

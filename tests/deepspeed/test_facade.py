@@ -89,6 +89,40 @@ SFT = f"""
         peft_config=get_peft_config(model),
     ).train()
 """
+# TRL's trainers that generate take DeepSpeed's hooks away meanwhile, and put them back.
+ROLLS_OUT = f"""
+    import torch
+    from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+    from trl.models.utils import unwrap_model_for_generation
+
+    class RollingOut(Trainer):
+        def training_step(self, model, *more):
+            with unwrap_model_for_generation(model, self.accelerator) as whole:
+                print(self.state.global_step, whole.generate(rows[:2], max_length=16, do_sample=False).tolist())
+            return super().training_step(model, *more)
+
+    args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    rows = {_ROWS}
+    data = [{{"input_ids": row, "labels": row}} for row in rows]
+    RollingOut(model=AutoModelForCausalLM.from_pretrained("llama"), args=args, train_dataset=data).train()
+"""
+# transformers and PEFT gather what they resize or decompose; hf_zero has gathered it for them already.
+PREPARES = f"""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+    args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    model = AutoModelForCausalLM.from_pretrained("llama")
+    torch.manual_seed(1)
+    model.resize_token_embeddings(70)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["embed_tokens", "lm_head"], use_dora=True,
+        init_lora_weights="pissa",
+    )
+    rows = [{{"input_ids": row, "labels": row}} for row in {_ROWS} + 6]
+    Trainer(model=get_peft_model(model, config), args=args, train_dataset=rows).train()
+"""
 # The choice between the file's optimizer and the script's is that of accelerate's own examples.
 LOOP = f"""
     import torch, transformers
@@ -132,7 +166,8 @@ LOOP = f"""
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models, scripts that know DeepSpeed only, and a file for each stage."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    for name, text in (("trainer", TRAINER), ("generates", GENERATES), ("sft", SFT), ("looks", LOOKS), ("loop", LOOP)):
+    scripts = {"trainer": TRAINER, "generates": GENERATES, "sft": SFT, "looks": LOOKS, "loop": LOOP}
+    for name, text in {**scripts, "rolls_out": ROLLS_OUT, "prepares": PREPARES}.items():
         write_script(folder, text, f"{name}.py")
     for stage in (2, 3):
         config = {
@@ -284,6 +319,19 @@ def test_sft(adapters: bool, folder: Path) -> None:
     given: list[Any] = ["--model_name_or_path", "llama", "--bf16", False, "--gradient_checkpointing", False]
     given += ["--use_peft", "--lora_target_modules", "q_proj", "v_proj"] if adapters else []
     assert numbers(job(folder, "sft.py", *given, stage=3)) == numbers(job(folder, "sft.py", *given))
+
+
+@pytest.mark.slow
+def test_generating_between_steps(folder: Path) -> None:
+    wanted, printed = job(folder, "rolls_out.py"), job(folder, "rolls_out.py", stage=3)
+    assert numbers(printed) == numbers(wanted)
+    tokens = [sorted(re.findall(r"\d \[\[.*\]\]", text)) for text in (wanted, printed)]
+    assert len(tokens[0]) == 8 and tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+def test_weights_that_libraries_change_first(folder: Path) -> None:
+    assert numbers(job(folder, "prepares.py", stage=3)) == numbers(job(folder, "prepares.py"))
 
 
 @pytest.mark.slow

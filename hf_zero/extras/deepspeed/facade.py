@@ -123,6 +123,7 @@ def _name_parameters(module: Any) -> None:
     """Give parameters of torch the attributes that DeepSpeed gives those of stage 3."""
     for name in ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_tensor"):
         setattr(module.Parameter, name, property(functools.partial(_answer, name)))
+    module.Parameter.ds_active_sub_modules = property(lambda _: set())
 
 
 def _answer(name: str, param: Any) -> Any:
@@ -131,8 +132,26 @@ def _answer(name: str, param: Any) -> Any:
     return answer(param, name)
 
 
+def _name_modules(module: Any) -> None:
+    """Give modules DeepSpeed's list of what else their forward uses: nothing is registered here."""
+    module.Module.ds_external_parameters = lambda _: iter(())
+
+
+def _name_hooks(module: Any) -> None:
+    """Give optimizers of stage 3 what programs take DeepSpeed's hooks away by, and put them back."""
+
+    def parameter_offload(optimizer: Any) -> Any:
+        from hf_zero.extras.deepspeed.parameter_offload import parameter_offload
+
+        return parameter_offload(optimizer)
+
+    module.ShardedOptimizer.parameter_offload = property(parameter_offload)
+
+
 # Modules of others are changed once they are loaded.
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "accelerate.state": _count_processes_on_cpu,
+    "hf_zero.optim.sharded": _name_hooks,
+    "torch.nn.modules.module": _name_modules,
     "torch.nn.parameter": _name_parameters,
 }

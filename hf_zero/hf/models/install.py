@@ -62,7 +62,8 @@ def _resize(
     for unit in units:
         engine.params.unshard(unit)
     try:
-        resized = original(*args, **kwargs)
+        with engine.weights.worked_on(units):
+            resized = original(*args, **kwargs)
     except BaseException:
         for unit in units:
             engine.params.reshard(unit)
