@@ -245,6 +245,19 @@ class Comm:
                 return self._block.add("reduce_scatter", result, wire, finish)
             return self._begin(functools.partial(reduce_scatter_single, result, wire), title, finish)
 
+    def reduce_scatter_in_group(
+        self, row: torch.Tensor, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None
+    ) -> Pending:
+        """Start summing `full` (1-D) over this rank's group: `row` becomes the sums for the ranks at this one's place.
+
+        There must be `groups`. `wire_dtype`, and `full`, as for `reduce_scatter`.
+        """
+        wire = full if wire_dtype is None else full.to(wire_dtype)
+        self._record("reduce_scatter", f"{what} in a group", wire)
+        assert self.groups is not None
+        with _profiled(f"hf_zero::reduce ({what})"):
+            return self._reduce_inside(self.groups, row, wire, what)
+
     def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
         """Start summing `full` over ranks in place."""
         wire = full if self._processes is None or wire_dtype is None else full.to(wire_dtype)
@@ -546,12 +559,7 @@ class Comm:
         if place.data_ptr() != part.data_ptr():
             place.copy_(part)
         tag = group.log.tag if tag is None else tag
-        return self._on_host(functools.partial(exchange, places, parts, self.rank, tag), what, finish)
-
-    def _on_host(self, call: Callable[[Any], object], what: str, finish: Finish = None) -> Pending:
-        """Start what a thread does over gloo; `call` takes torch's group."""
-        assert self._processes is not None
-        pending = HostWork(self._processes, call, what, finish)
+        pending = HostWork(group, functools.partial(exchange, places, parts, self.rank, tag), what, finish)
         if self._starting is not None:
             self._starting(pending)
         return pending
@@ -616,6 +624,24 @@ class Comm:
             result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
             call = functools.partial(self._device_steps(groups).reduce, result, wire, wire.new_empty(numel))
             return self._begin(call, title, None if result is out else functools.partial(out.copy_, result))
+
+    def _reduce_inside(self, groups: RankGroups, row: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
+        title = f"reduce-scatter of {what} in a group"
+        if self.backend == "gloo":
+            piece, received = self._acquire(wire.numel(), wire.dtype)
+            send = functools.partial(self._message_steps(groups).reduce_inside, row, wire, received)
+            return self._on_host(send, title, functools.partial(self._release, piece))
+        result = row if wire.dtype == row.dtype else torch.empty_like(row, dtype=wire.dtype)
+        call = functools.partial(self._device_steps(groups).reduce_inside, result, wire)
+        return self._begin(call, title, None if result is row else functools.partial(row.copy_, result))
+
+    def _on_host(self, call: Callable[[Any], object], what: str, finish: Finish = None) -> Pending:
+        """Start what a thread does over gloo; `call` takes torch's group."""
+        assert self._processes is not None
+        pending = HostWork(self._processes, call, what, finish)
+        if self._starting is not None:
+            self._starting(pending)
+        return pending
 
     def _message_steps(self, groups: RankGroups) -> MessageSteps:
         assert self._processes is not None

@@ -11,7 +11,8 @@ own the parts l, g + l, 2g + l, ...: together they own a g-th of the tensor, a r
 
 So a group sends each part that its ranks own to every other group once, and a gradient leaves a group as a sum. What
 comes out is what one step gives, but for the order of additions: inside the group first, then over the groups in
-order. A row that is kept after the first step makes the next gather one that stays inside the group.
+order. A row that is kept after the first step makes the next gather one that stays inside the group; and sums that are
+kept after the first step need the second one only when no more will be added.
 """
 
 from __future__ import annotations
@@ -60,15 +61,19 @@ class MessageSteps:
             received: Memory of the size and type of `full`.
             sums: Memory for a row, of `out`'s type. Sums travel in that of `full`.
         """
-        size, number = self.groups.size, self.groups.number
-        by_rank = received.view(size, number, -1)
-        places = [list(one) for one in by_rank.unbind(1)]
-        self._run(zip(places, self._by_group(full.chunk(size * number)), strict=True), self.groups.inside, group)
-        _sum(received.view(size, -1), sums)
-        by_group = by_rank[0]  # what was received has been summed
+        self.reduce_inside(sums, full, received, group)
+        number = self.groups.number
+        by_group = received[: sums.numel()].view(number, -1)  # what was received has been summed
         sent = sums.to(full.dtype).view(number, -1)
         self._run([(by_group.unbind(), sent.unbind())], self.groups.across, group)
         _sum(by_group, out)
+
+    def reduce_inside(self, row: torch.Tensor, full: torch.Tensor, received: torch.Tensor, group: Any) -> None:
+        """Make the first step alone: `row` becomes this group's sums for it."""
+        size, number = self.groups.size, self.groups.number
+        places = [list(one) for one in received.view(size, number, -1).unbind(1)]
+        self._run(zip(places, self._by_group(full.chunk(size * number)), strict=True), self.groups.inside, group)
+        _sum(received.view(size, -1), row)
 
     def _by_group(self, parts: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         return [parts[start : start + self.groups.size] for start in range(0, len(parts), self.groups.size)]
@@ -125,12 +130,15 @@ class DeviceSteps:
 
     def reduce(self, out: torch.Tensor, full: torch.Tensor, sums: torch.Tensor, **call: Any) -> StepsWork:
         """Start what MessageSteps.reduce does, in one type."""
-        number = self.groups.number
         with self._after_compute():
-            places, addends = list(sums.chunk(number)), list(full.chunk(number))
-            COALESCED["reduce_scatter"](places, addends, group=self.inside, async_op=True).wait()
+            self.reduce_inside(sums, full).wait()
             work = reduce_scatter_single(out, sums, group=self.across, async_op=True)
         return StepsWork(work, [full, sums])
+
+    def reduce_inside(self, row: torch.Tensor, full: torch.Tensor, **call: Any) -> Any:
+        """Start the first step alone; returns torch's Work."""
+        places, addends = list(row.chunk(self.groups.number)), list(full.chunk(self.groups.number))
+        return COALESCED["reduce_scatter"](places, addends, group=self.inside, async_op=True)
 
     @contextlib.contextmanager
     def _after_compute(self) -> Iterator[None]:

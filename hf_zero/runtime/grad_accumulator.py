@@ -12,6 +12,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.layout import Slice
 from hf_zero.runtime.arriving_grads import ArrivingGrads
+from hf_zero.runtime.group_sums import GroupSums
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.runtime.unreduced_grads import UnreducedGrads, UnreducedPool
@@ -45,7 +46,8 @@ class GradState(enum.Enum):
 
     EMPTY = enum.auto()  # nothing
     ACCUMULATING = enum.auto()  # gradients in `unreduced` only
-    REDUCING = enum.auto()  # a reduce is under way: it fills `shard`, or adds to it
+    SUMMED = enum.auto()  # the group's sums so far in `_sums`; see group_sums.py
+    REDUCING = enum.auto()  # a reduce is under way: it fills `shard` or `_sums`, or adds to it
     REDUCED = enum.auto()  # `shard` holds what the reduces so far have given
 
 
@@ -114,6 +116,7 @@ class GradAccumulator(ArrivingGrads):
         self._reducing: UnreducedGrads | None = None  # what the reduce under way reads
         self._adds = False  # the reduce under way adds to what an earlier one of this window has left
         self.num_reduces = 0  # so far
+        self._sums = GroupSums.of(comm, flat.layout, self.dtype) if eager and not reduction.divides else None
         # The copy to the host, where the update is
         self.on_host = not comm.computes_on_host and not flat.placement.master.is_on_device
         if self.on_host and flat.layout.world_size != comm.world_size:
@@ -148,6 +151,11 @@ class GradAccumulator(ArrivingGrads):
     def stored_dtype(self) -> torch.dtype:
         """The type of the memory in which gradients accumulate."""
         return self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what is kept between micro-steps and steps, on every medium."""
+        return self.shard.nbytes + (0 if self._sums is None else self._sums.nbytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -253,9 +261,18 @@ class GradAccumulator(ArrivingGrads):
         return self._state is GradState.EMPTY
 
     # ---------------------------------------------------------------- reduce
-    def reduce_start(self) -> None:
-        """Start the reduce of what has arrived. All ranks must call, in the same order."""
+    def reduce_start(self, *, is_last: bool = True) -> None:
+        """Start the reduce of what has arrived. All ranks must call, in the same order.
+
+        `is_last`: False where another one will follow in this window, so that it may stay inside the group.
+        """
+        if self._sums is not None and not is_last and not self.is_reduced:
+            self._reduce_in_group(self._sums)
+            return
         unreduced = self._begin_reduce()
+        if self._sums is not None:
+            self._sums.is_filling = False
+            self._sums.add_to(unreduced.buckets)
         layout = self.flat.layout
         pending: Pending | None
         brings_back = self._adds and self.on_host
@@ -273,6 +290,23 @@ class GradAccumulator(ArrivingGrads):
                 result = bucket
                 pending = self._reduction.everything(self._comm, bucket, layout.name, wire_dtype=self._wire)
             self._under_way.append(_PartUnderWay(pending, result, mine, earlier, brought))
+
+    def _reduce_in_group(self, sums: GroupSums) -> None:
+        """Start a reduce that is not the last. See [Note: Sums of a group] in group_sums.py."""
+        unreduced = self._begin_reduce()
+        sums.is_filling = True
+        for bucket, mine in zip(unreduced.buckets, sums.parts(), strict=True):
+            if len(self._under_way) == self._max_under_way:
+                self._finish_oldest()
+            result = torch.empty_like(mine) if sums.is_filled else mine
+            name = self.flat.layout.name
+            pending = self._comm.reduce_scatter_in_group(result, bucket, name, wire_dtype=self._wire)
+            self._under_way.append(_PartUnderWay(pending, result, mine, None, None))
+
+    @property
+    def awaits_groups(self) -> bool:
+        """Whether its last reduce has stayed inside the group, so that it needs another one. The same on all ranks."""
+        return self._sums is not None and self._sums.is_filled
 
     def _begin_reduce(self) -> UnreducedGrads:
         """Return what has arrived, with zeros for what has not; what arrives from now on waits for the next reduce."""
@@ -310,6 +344,8 @@ class GradAccumulator(ArrivingGrads):
         self._finish_reduces()
         if self._state is GradState.REDUCING:
             self._state = GradState.REDUCED
+            if self._sums is not None and self._sums.is_filling:
+                self._state, self._sums.is_filled = GradState.SUMMED, True
             if self._sources:
                 self.flat.placement.copies.hold(self._sources, self._on_its_way)
                 self._sources = []
@@ -330,7 +366,10 @@ class GradAccumulator(ArrivingGrads):
         if part.pending is not None:
             part.pending.wait()
         scale = self._scale
-        if self.on_host:
+        if self._sums is not None and self._sums.is_filling:
+            if part.result.data_ptr() != part.mine.data_ptr():
+                part.mine.add_(part.result)
+        elif self.on_host:
             self._send_to_host(part, scale)
         elif part.result.data_ptr() != part.mine.data_ptr():
             part.mine.add_(part.result, alpha=scale)
@@ -420,6 +459,9 @@ class GradAccumulator(ArrivingGrads):
             self.unreduced.of_param[index].zero_()
             self._written.discard(index)
         self.seen.discard(index)
+        if self._sums is not None and self._sums.is_filled:
+            self._sums.drop(slot)
+            return True
         if not self.is_reduced:
             return False
         if (slice_ := self.flat.slices.get(slot.name)) is not None:
@@ -435,6 +477,7 @@ class GradAccumulator(ArrivingGrads):
         self.seen.clear()
         self._written.clear()
         self._norms = None
+        self._drop_sums()
         self._state = GradState.EMPTY
 
     def forget_reduce(self) -> None:
@@ -443,7 +486,12 @@ class GradAccumulator(ArrivingGrads):
             self.flat.placement.copies.synchronize()  # they use memory that goes now
         self._under_way.clear()
         self._sources = []
+        self._drop_sums()
         self._give_back_reducing()
+
+    def _drop_sums(self) -> None:
+        if self._sums is not None:
+            self._sums.is_filled = False
 
     def drop_missing(self) -> None:
         """Let the gradient of the window be zero where none has reached this shard."""

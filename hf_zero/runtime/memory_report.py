@@ -108,7 +108,7 @@ def memory_report(
             for kind, shard in flat.owned().items():
                 report[kind] += shard.nbytes
             report["parameters"] += flat.row_bytes
-    report["gradients"] = sum(acc.shard.nbytes for acc in reducer.accumulators)
+    report["gradients"] = sum(acc.nbytes for acc in reducer.accumulators)
     report["optimizer"] = state_bytes
     report["total"] = sum(report.values())
     report["disk"] = placements.disk_bytes()

@@ -62,6 +62,11 @@ class Reduction:
         part = full.chunk(comm.world_size)[comm.rank]
         return _finished(comm.all_reduce(full, what, wire_dtype=wire_dtype), part, out, after)
 
+    @property
+    def divides(self) -> bool:
+        """Whether something is divided before the sum."""
+        return self.prescale or self.predivide != 1.0
+
     def everything(self, comm: Comm, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None) -> Pending:
         """Start an all-reduce: `full` becomes the sum.
 

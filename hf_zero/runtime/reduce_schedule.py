@@ -101,7 +101,7 @@ class GradReducer:
             boundary = self._events.is_boundary()
             if not self._is_due(group, boundary):
                 return
-            self._start(group, is_final=boundary)
+            self._start(group, is_final=boundary, is_last=boundary)
             self._next += 1
 
     def unit_left(self, unit: ShardUnit) -> None:
@@ -109,7 +109,7 @@ class GradReducer:
         boundary, places = self._events.is_boundary(), self._place_of
         for place in sorted({places[id(flat)] for flat in unit.flats if id(flat) in places}):
             if self._is_due(self._groups[place], boundary):
-                self._start(self._groups[place], is_final=boundary)
+                self._start(self._groups[place], is_final=boundary, is_last=boundary)
 
     def _is_due(self, group: _Group, boundary: bool) -> bool:
         """Whether the reduce of a group has not started in this backward, and is to."""
@@ -124,7 +124,7 @@ class GradReducer:
             return
         for group in self._groups:
             if self._is_due(group, boundary):
-                self._start(group, is_final=boundary)
+                self._start(group, is_final=boundary, is_last=boundary)
         self._reduced = self._reduced or boundary
         self._finish()
 
@@ -136,6 +136,12 @@ class GradReducer:
                 if not group.eager:
                     self._start(group)
             self._reduced = True
+            self._finish()
+        if any(acc.awaits_groups for acc in self.accumulators):
+            # Nobody knew in the last backward that a step would follow.
+            for group in self._groups:
+                if members := [acc for acc in group.members if acc.awaits_groups]:
+                    self._start(group, members)
             self._finish()
 
     def reduce_late_gradients(self, which: list[bool]) -> None:
@@ -162,16 +168,21 @@ class GradReducer:
             acc.forget_reduce()
 
     def _start(
-        self, group: _Group, members: Sequence[GradAccumulator] | None = None, *, is_final: bool = False
+        self,
+        group: _Group,
+        members: Sequence[GradAccumulator] | None = None,
+        *,
+        is_final: bool = False,
+        is_last: bool = True,
     ) -> None:
-        """Start the reduce of a group, or of some of its members."""
+        """Start the reduce of a group, or of some of its members. `is_last`: see GradAccumulator.reduce_start."""
         group.is_started = True
         members = members or group.members
         while len(self._under_way) >= MAX_REDUCES:
             self._over(self._under_way.popleft())
         with self._comm.coalesced(members[0].unit, in_background=True):
             for acc in members:
-                acc.reduce_start()
+                acc.reduce_start(is_last=is_last)
         self._under_way.append(_Running(members, is_final))
         if not self._overlap:
             self._over(self._under_way.popleft())

@@ -73,7 +73,7 @@ class ScaledGradAccumulator(GradAccumulator):
         return super()._fresh_unreduced()
 
     # ---------------------------------------------------------------- reduce
-    def reduce_start(self) -> None:
+    def reduce_start(self, *, is_last: bool = True) -> None:
         """See GradAccumulator.reduce_start."""
         parts = self._parts_of(self._begin_reduce().memory.view(torch.uint8))
         mine = self._amaxes.view(torch.uint8)

@@ -113,10 +113,13 @@ def test_each_element_crosses_once_in_a_direction(stage: int) -> None:
         assert leaving[0] in (part, 2 * part)
 
 
-def test_a_second_micro_batch_gathers_within_the_group() -> None:
-    for part, leaving, staying in run_ranks(_traffic, 4, 3, 2):
-        assert leaving[1:] == [3 * part] * 2  # two reduces and a gather
-        assert staying[1] >= 2 * 3 * part
+@pytest.mark.parametrize("stage", STAGES)
+def test_micro_batches_stay_within_the_group_until_the_last(stage: int) -> None:
+    for part, leaving, staying in run_ranks(_traffic, 4, stage, 3):
+        assert leaving[1:] == [2 * part] * 2
+        # A gather sends two parts, as a reduce does. At stage 1 there is one of each; at stage 3 most layers are
+        # gathered in forward and in backward.
+        assert staying[1] >= {1: 4, 2: 8, 3: 14}[stage] * part
 
 
 # ---------------------------------------------------------------- overflows, files, writes
@@ -250,6 +253,56 @@ def test_what_a_group_shares_is_in_the_memory_report() -> None:
         assert none == 0
         assert rows > 0
         assert total == without + rows
+
+
+def _odd_windows(stage: int, size: int | str, offload: dict[str, Any], more: dict[str, Any]) -> list[float]:
+    """Return weights after accumulation windows that end, or lose gradients, where no backward could know it."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 5, GROUP: size, **offload}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}} if offload else {"type": "SGD", "params": {"lr": 0.3}}
+    engine = _start(stage, size, zero_optimization=zero, gradient_accumulation_steps=2, optimizer=optimizer, **more)
+    model, seen, number = engine.module, [], itertools.count()
+
+    def backward(*, last: bool) -> None:
+        x = torch.randn(2, 13, generator=torch.Generator().manual_seed(10 * next(number) + engine.rank))
+        engine.set_gradient_accumulation_boundary(last)
+        engine.backward(engine(x).square().mean())
+
+    def step() -> None:
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        seen.extend(value.sum().item() for value in engine.full_state_dict(keep=True).values())
+
+    backward(last=False)
+    backward(last=False)
+    step()
+    backward(last=False)
+    seen.append(hf_zero.full_grad(model, "layers.0.weight").sum().item())
+    backward(last=True)
+    step()
+    backward(last=False)
+    model.layers[1].weight.grad = None
+    model.head.bias.grad = None
+    backward(last=True)
+    step()
+    backward(last=False)
+    engine.zero_grad()
+    backward(last=True)
+    backward(last=True)
+    step()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("offload", "more"),
+    [({}, {}), ({"offload_optimizer": {"device": "cpu"}}, {}), ({}, {"prescale_gradients": True})],
+    ids=["device", "offloaded", "prescaled"],
+)
+def test_windows_that_end_unforeseen(stage: int, offload: dict[str, Any], more: dict[str, Any]) -> None:
+    want = run_ranks(_odd_windows, 4, stage, "all", offload, more)
+    for size in (1, 2):
+        got = run_ranks(_odd_windows, 4, stage, size, offload, more)
+        assert got == [pytest.approx(numbers, rel=1e-4, abs=1e-5) for numbers in want]
 
 
 # ---------------------------------------------------------------- bad input
