@@ -23,7 +23,16 @@ from hf_zero.checkpoint.published_weights import damaged_files
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import agree, all_ranks_give
 from hf_zero.errors import CheckpointError
-from hf_zero.hf.trainer.resume import AUTO, NEWEST, RESUME, numbered, usable
+from hf_zero.hf.trainer.resume import (
+    AUTO,
+    CHECKPOINT_PREFIX,
+    NEWEST,
+    RESUME,
+    number_of,
+    numbered,
+    rng_state_file,
+    usable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +106,13 @@ def agree_on_nodes(args: Any, asked: Any) -> str | None:
     files. None where there is none, and "auto" was asked for. All ranks must call; raises CheckpointError on every
     rank.
     """
-    paths = numbered(Path(args.output_dir), "checkpoint-") if asked in NEWEST else [Path(str(asked))]
+    paths = numbered(Path(args.output_dir), CHECKPOINT_PREFIX) if asked in NEWEST else [Path(str(asked))]
     everyone: list[dict[str, _View | None]] = all_ranks_give({str(path): _view(path) for path in paths}, RESUME)
     names = list(dict.fromkeys(name for views in everyone for name in views))
     if asked not in NEWEST and len(names) > 1:
         raise CheckpointError(f"ranks would resume from different checkpoints: {names}.")
-    names.sort(key=lambda name: int(name.rpartition("-")[2]) if asked in NEWEST else 0, reverse=True)
+    if asked in NEWEST:
+        names.sort(key=lambda name: number_of(Path(name), CHECKPOINT_PREFIX), reverse=True)
     for name in names:
         reason = _why_not(name, [views.get(name) for views in everyone])
         if reason is None:
@@ -167,7 +177,7 @@ def _why_not(name: str, views: Sequence[_View | None]) -> str | None:
 
 def _bring_small_files(args: Any, folder: Path) -> None:
     """Bring what a resume reads on every rank, and each rank's random state, to the nodes that lack them."""
-    rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+    rng = os.path.basename(rng_state_file(args, folder))
     names = [TRAINER_STATE_NAME, SCHEDULER_NAME, str(manifest_path(folder).relative_to(folder)), rng]
     lacking = [name for name in names if not (folder / name).is_file()]
     wanted = sorted({name for one in all_ranks_give(lacking, RESUME) for name in one})

@@ -36,7 +36,7 @@ _start = logging.getLogger("hf_zero.start")  # shown at every level of verbosity
 RESUME = "resume_from_checkpoint"
 AUTO = "auto"  # the newest complete checkpoint, or none
 NEWEST = (True, AUTO)
-_PREFIX = "checkpoint-"
+CHECKPOINT_PREFIX = "checkpoint-"
 
 
 def has_sharded_state(folder: str | Path) -> bool:
@@ -111,7 +111,7 @@ def agree_on_checkpoint(args: Any, asked: Any) -> str | None:
     folders = agree(RESUME, find, CheckpointError)
     if asked in NEWEST and len(set(folders)) > 1 and None not in folders:
         # A file system may show a new folder to one host later than to another.
-        oldest = min(folders, key=lambda folder: _number(Path(str(folder)), _PREFIX))
+        oldest = min(folders, key=lambda folder: number_of(Path(str(folder)), CHECKPOINT_PREFIX))
         folders = agree(RESUME, lambda: find(oldest), CheckpointError)
     if len(set(folders)) > 1:
         raise CheckpointError(f"ranks would resume from different checkpoints: {folders} (in rank order).")
@@ -122,9 +122,11 @@ def agree_on_checkpoint(args: Any, asked: Any) -> str | None:
 
 def tell_of_start(args: Any, folder: str | None) -> None:
     """Say what "auto" has come to, on one rank."""
-    if args.process_index == 0 and folder is None:
+    if args.process_index != 0:
+        return
+    if folder is None:
         _start.info("%s='auto': %s holds no complete checkpoint, training starts anew", RESUME, args.output_dir)
-    elif args.process_index == 0:
+    else:
         _start.info("%s='auto': training goes on from %s", RESUME, folder)
 
 
@@ -143,7 +145,7 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, qu
         if reason is not None:
             raise CheckpointError(f"Can't find a valid checkpoint at {folder}: {reason}{offer(folder)}")
         return usable(folder)
-    for path in numbered(Path(output_dir), _PREFIX):
+    for path in numbered(Path(output_dir), CHECKPOINT_PREFIX):
         reason = why_torn(path)
         if reason is None:
             return usable(path)
@@ -195,17 +197,17 @@ def usable(folder: Path) -> str:
 def numbered(folder: Path, prefix: str) -> list[Path]:
     """`prefix`N folders, the largest N first."""
     found = [path for path in folder.glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
-    found.sort(key=lambda path: _number(path, prefix), reverse=True)
+    found.sort(key=lambda path: number_of(path, prefix), reverse=True)
     return [path for path in found if path.is_dir()]
 
 
-def _number(folder: Path, prefix: str) -> int:
+def number_of(folder: Path, prefix: str) -> int:
+    """Return the N of a folder `prefix`N."""
     return int(folder.name.removeprefix(prefix))
 
 
-def rng_state_file(trainer: Any, folder: str) -> str:
-    """Return the file name that Trainer gives this rank's random state."""
-    args = trainer.args
+def rng_state_file(args: Any, folder: str | Path) -> str:
+    """Return the path that Trainer gives the file with this rank's random state."""
     return os.path.join(folder, f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth")
 
 

@@ -338,7 +338,7 @@ def save_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, 
 @in_place_of("_save_rng_state", "output_dir", needs=engine_of_trainer)
 def save_rng_state(self: Any, orig: Original, engine: ZeroEngine, output_dir: str) -> None:
     """Every rank writes a file of its own."""
-    with writing(rng_state_file(self, output_dir)):
+    with writing(rng_state_file(self.args, output_dir)):
         orig(output_dir)
 
 
@@ -372,7 +372,7 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, 
 def load_rng_state(self: Any, orig: Original, engine: ZeroEngine, checkpoint: str | None) -> None:
     """Every rank reads a file of its own."""
     if checkpoint is not None:
-        on_all_ranks(engine.comm, reading(rng_state_file(self, checkpoint)), lambda: orig(checkpoint))
+        on_all_ranks(engine.comm, reading(rng_state_file(self.args, checkpoint)), lambda: orig(checkpoint))
 
 
 @in_place_of("_load_best_model", needs=engine_of_trainer)
