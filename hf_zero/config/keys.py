@@ -52,7 +52,7 @@ DECLARED = (
 
 _FP32_MASTERS = "Remove it: masters are kept in fp32."
 _ZEROPP = "Remove it: parameters and gradients are exchanged in their own precision."
-_GROUPS = "Remove it: with sharding_group a parameter is gathered across groups once a step, and then within them."
+_GROUPS = "with sharding_group a parameter is gathered across groups once a step, and then within them"
 _COMPILE = "Remove it; torch.compile works on the layers of the model."
 _DROP = "Remove it, or set it to its default."
 _DROP_BLOCK = "Remove the block."
@@ -190,17 +190,17 @@ ZERO_KEYS: dict[str, Entry] = {
         always=True, keys={name: Texts(no_effect=_WHOLE_LAYERS) for name in ("classes", "names", "name_suffixes")}
     ),
     "zenflow": refused_block(_DROP_BLOCK),
-    "zero_hpz_partition_size": Count(1, auto=True, refused=_ZEROPP),
     **{
         f"zero_quantized_{kind}": Flag(False, auto=True, refused=_ZEROPP)
         for kind in ("weights", "nontrainable_weights", "gradients")
     },
     "zeropp_loco_param": refused_block(_ZEROPP),
-    "mics_hierarchical_params_gather": Flag(False, auto=True, refused=_GROUPS),
+    "mics_hierarchical_params_gather": Flag(False, auto=True, no_effect=_GROUPS),
     # Names without the prefix, deprecated names, and a block that old files keep here.
     **{name: Alias(target=f"{ZERO}.stage3_{name}") for name in _WITHOUT_PREFIX},
     "stage3_gather_fp16_weights_on_model_save": Alias(target=f"{ZERO}.stage3_gather_16bit_weights_on_model_save"),
-    "mics_shard_size": Alias(target=f"{ZERO}.sharding_group"),
+    "mics_shard_size": Alias(target=f"{ZERO}.sharding_group", off=-1),
+    "zero_hpz_partition_size": Alias(target=f"{ZERO}.sharding_group", off=1),
     "cpu_offload": _offload("offload_optimizer"),
     "cpu_offload_param": _offload("offload_param"),
     "cpu_offload_params": _offload("offload_param"),

@@ -242,6 +242,8 @@ class _Checker:
                 return
             if value is None:
                 return
+        if value in (alias.off, str(alias.off)) and not isinstance(value, bool):
+            return
         self.notices.append(f"{written} is another name of {alias.target}")
         self._entry(target, value, alias.target, written)
 

@@ -362,7 +362,7 @@ class ZeroSection:
     stage3_gather_16bit_weights_on_model_save: bool | None = key(
         "Write the full weights (model.safetensors) whenever a model is saved.", Flag(auto=True, when=(c.STAGE_3,))
     )
-    # DeepSpeed: mics_shard_size, which shards optimizer states within a group as well
+    # DeepSpeed: zero_hpz_partition_size; mics_shard_size, which shards optimizer states within a group as well
     sharding_group: str | int = key(
         "The ranks that form a group, within which parameters are sharded at stage 3, and exchanges stay as far as "
         "they can.",

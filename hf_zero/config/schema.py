@@ -234,8 +234,6 @@ class RankGroup(Count):
         if isinstance(value, str) and value.lower() in ("all", "host"):
             return value.lower()
         count = super()._canonical(value)
-        if count == -1:  # DeepSpeed's mics_shard_size, where it is off
-            return "all"
         return count if count is _WRONG or count > 0 else _WRONG
 
     def _in_words(self) -> str:
@@ -291,6 +289,7 @@ class Alias:
 
     target: str
     convert: Mapping[bool, Any] | None = None
+    off: int | None = None  # under this name, this number asks for nothing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,6 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "fp16.fp16_master_weights_and_grads": (True, False),
     f"{ZERO}.offload_optimizer.super_offload": (True, False),
     f"{ZERO}.zenflow": ({"topk_ratio": 0.1}, {}),
-    f"{ZERO}.zero_hpz_partition_size": (8, 1),
     f"{ZERO}.zeropp_loco_param": ({"err_beta": 0.8}, {}),
     "optimizer.type": ("ZeroOneAdam", "SGD"),
     "sequence_parallel_size": (2, 1),
@@ -252,7 +251,7 @@ def test_the_resolved_configuration_is_complete_and_frozen() -> None:
         "communication_data_type": "torch.float32",
         "keep_fp32": "router",
         "desync_timeout": "90",
-        ZERO: {"stage": 2, "zero_hpz_partition_size": 1},
+        ZERO: {"stage": 2, "zero_quantized_weights": 0},
         "autotuning": {"enabled": False, "metric": "p"},
     }
     resolved = ZeroConfig.load(given).resolve(world_size=2)

@@ -349,7 +349,16 @@ def test_keys_that_contradict(zero: dict[str, Any], said: str) -> None:
         ZeroConfig.load({"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}).resolve(world_size=4)
 
 
-def test_the_name_that_deepspeed_has() -> None:
-    for given, want in ((2, 2), (-1, "all")):
-        config = {"zero_optimization": {"stage": 3, "mics_shard_size": given}, "train_micro_batch_size_per_gpu": 1}
-        assert ZeroConfig.load(config).resolve(world_size=4).zero.sharding_group == want
+@pytest.mark.parametrize(
+    ("name", "given", "want"),
+    [
+        ("mics_shard_size", 2, 2),
+        ("mics_shard_size", 1, 1),
+        ("mics_shard_size", -1, "all"),
+        ("zero_hpz_partition_size", 2, 2),
+        ("zero_hpz_partition_size", "1", "all"),
+    ],
+)
+def test_the_names_that_deepspeed_has(name: str, given: int | str, want: int | str) -> None:
+    config = {"zero_optimization": {"stage": 3, name: given}, "train_micro_batch_size_per_gpu": 1}
+    assert ZeroConfig.load(config).resolve(world_size=4).zero.sharding_group == want
