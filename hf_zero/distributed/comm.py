@@ -39,7 +39,7 @@ from hf_zero.distributed.processes import (
     ensure_process_group,
     refuse_shared_device,
 )
-from hf_zero.distributed.rank_groups import KEY, RankGroups, group_size, host_name
+from hf_zero.distributed.rank_groups import KEY, RankGroups, group_size, host_name, ranks_per_host
 from hf_zero.distributed.store_protocol import LostRankError, MessageBox, Presence
 from hf_zero.distributed.torch_names import all_gather_single, reduce_scatter_single
 from hf_zero.distributed.two_steps import DeviceSteps, MessageSteps
@@ -77,7 +77,9 @@ class Comm:
         # Operations as the backend sees them: coalesced collectives are one.
         self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
         self.coalesces = False  # several tensors can travel in one operation
-        self.groups: RankGroups | None = None  # gathers and reduce-scatters take two steps: [Note: Two steps]
+        self.groups: RankGroups | None = None  # shards are in groups of ranks: see shard_in_groups
+        self.routes: RankGroups | None = None  # gathers and reduce-scatters take two steps: [Note: Two steps]
+        self._hosts: list[str] = []  # of the run's ranks
         self.observers: list[Observer] = []
         self.join_block: JoinBlock | None = None  # while ranks without data follow the others
         self._starting: Callable[[Pending], None] | None = None  # tells the observers of the operation that starts
@@ -99,13 +101,16 @@ class Comm:
         groups = [range(dist.get_world_size())] if groups is None else groups
         if all(len(ranks) == 1 for ranks in groups):
             return
-        all_ranks_give(None, "making an engine", self.timeout_s)
+        self._hosts = all_ranks_give(host_name(), "making an engine", self.timeout_s)
         self.backend = backend_for(self.device)
         self._processes = EngineGroup(groups, self.backend, self.timeout_s)
         self.rank, self.world_size = self._processes.rank, self._processes.world_size
         assert self._processes.link is not None
         self.coalesces = self._processes.link.coalesces(self.device)
         self._find_connections(self._processes)
+        size = ranks_per_host([self._hosts[rank] for rank in groups[self._processes.number]])
+        if self.backend == "gloo" and size is not None and 1 < size < self.world_size:
+            self.routes = RankGroups.of(self.rank, self.world_size, size)
         leave_cleanly_at_exit()
 
     def _find_connections(self, group: EngineGroup) -> None:
@@ -145,6 +150,7 @@ class Comm:
     def shard_in_groups(self, wanted: str | int) -> None:
         """Let gathers and reduce-scatters from now on take two steps: inside of groups of ranks, and across them.
 
+        Over gloo they do so between hosts in any case, and here `groups` says besides that shards are kept in groups.
         All ranks of the world must call.
 
         Args:
@@ -152,18 +158,16 @@ class Comm:
         Raises:
             ConfigError: On all ranks, if the ranks do not form such groups.
         """
-        self.groups = None
         group = self._processes
         if group is None or wanted == "all":
             return
-        hosts = all_ranks_give(host_name(), "sharding in groups", self.timeout_s)
-        sizes = [group_size(wanted, [hosts[rank] for rank in ranks]) for ranks in group.groups]
+        sizes = [group_size(wanted, [self._hosts[rank] for rank in ranks]) for ranks in group.groups]
         if not self.computes_on_host:
             if not self.coalesces:
                 raise ConfigError(f'{KEY} = {wanted}: {self.backend} cannot do that.\nWrite "all".')
             group.split(sizes)
         if (size := sizes[group.number]) < self.world_size:
-            self.groups = RankGroups.of(self.rank, self.world_size, size)
+            self.groups = self.routes = RankGroups.of(self.rank, self.world_size, size)
 
     def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
         """Start filling `full` (1-D) with the `part` of every rank, in rank order. `part` may lie inside `full`."""
@@ -172,8 +176,8 @@ class Comm:
             if full.data_ptr() != part.data_ptr():
                 full.copy_(part)
             return Done()
-        if self.groups is not None:
-            return self._gather_in_steps(self.groups, full, None, part, what)
+        if self.routes is not None:
+            return self._gather_in_steps(self.routes, full, None, part, what)
         if self._block is not None:
             return self._block.add("all_gather", full, part)
         title = f"all-gather of {what}"
@@ -204,7 +208,7 @@ class Comm:
         parts from memory, in half the time that messages take. `in_background`: there they are messages, that run on.
         All ranks must enter.
         """
-        may_collect = self.coalesces or (not in_background and self.groups is None and self._peers is not None)
+        may_collect = self.coalesces or (not in_background and self.routes is None and self._peers is not None)
         if self._block is not None or not may_collect:
             return contextlib.nullcontext()
         return self._collecting(what)
@@ -233,8 +237,8 @@ class Comm:
             if full.data_ptr() != out.data_ptr():
                 out.copy_(full)
             return Done()
-        if self.groups is not None:
-            return self._reduce_in_steps(self.groups, out, wire, what)
+        if self.routes is not None:
+            return self._reduce_in_steps(self.routes, out, wire, what)
         title = f"reduce-scatter of {what}"
         with _profiled(f"hf_zero::reduce ({what})"):
             if self.backend == "gloo":

@@ -39,6 +39,17 @@ def host_name() -> str:
     return socket.gethostname()
 
 
+def ranks_per_host(hosts: Sequence[str]) -> int | None:
+    """Return the number of consecutive ranks of each host, None if they differ or are not consecutive.
+
+    Args:
+        hosts: What tells the host of each rank from others, in rank order.
+    """
+    size = len(hosts) // len(set(hosts))
+    firsts = hosts[::size]
+    return size if list(hosts) == [host for host in firsts for _ in range(size)] else None
+
+
 def group_size(wanted: str | int, hosts: Sequence[str]) -> int:
     """Return the number of ranks of a group.
 
@@ -60,6 +71,9 @@ def group_size(wanted: str | int, hosts: Sequence[str]) -> int:
                 f'{", ".join(map(str, fitting))}, or "all", or start as many ranks as fit.'
             )
         return size
+    size_on_each = ranks_per_host(hosts)
+    if size_on_each is not None:
+        return size_on_each
     ranks_of = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)}
     found = list(ranks_of.values())
     if len({len(ranks) for ranks in found}) > 1:
@@ -68,9 +82,7 @@ def group_size(wanted: str | int, hosts: Sequence[str]) -> int:
             f'{KEY} = "host": the hosts have different numbers of ranks: {counted}.\nStart as many on each host, '
             'or write "all", or a number of ranks that divides all of these.'
         )
-    if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in found):
-        raise ConfigError(
-            f'{KEY} = "host": the ranks of a host are not consecutive: {found}.\nNumber them host by host, as '
-            'torchrun does (SLURM: --distribution=block; MPI: --map-by slot), or write "all".'
-        )
-    return len(found[0])
+    raise ConfigError(
+        f'{KEY} = "host": the ranks of a host are not consecutive: {found}.\nNumber them host by host, as torchrun '
+        'does (SLURM: --distribution=block; MPI: --map-by slot), or write "all".'
+    )

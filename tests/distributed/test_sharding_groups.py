@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import unittest.mock
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,13 @@ def _count_sent(engine: ZeroEngine, steps: int, accumulation: int) -> dict[bool,
     return sent
 
 
-def _traffic(stage: int, accumulation: int) -> tuple[int, list[int], list[int]]:
+def _traffic(stage: int, accumulation: int, size: int | str = 2) -> tuple[int, list[int], list[int]]:
     case = Case("plain", 4, accumulation, single=True)
     model = case.build()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, GROUP: 2},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, GROUP: size},
     }
     engine = hf_zero.initialize(model=model, optimizer=case.make_optimizer(model), config=config)[0]
     sent = _count_sent(engine, 3, accumulation)
@@ -120,6 +121,32 @@ def test_micro_batches_stay_within_the_group_until_the_last(stage: int) -> None:
         # A gather sends two parts, as a reduce does. At stage 1 there is one of each; at stage 3 most layers are
         # gathered in forward and in backward.
         assert staying[1] >= {1: 4, 2: 8, 3: 14}[stage] * part
+
+
+def _on_two_hosts(work: Callable[..., Any], *args: Any) -> Any:
+    """Run `work` on ranks of which each half takes itself for one host."""
+    half = dist.get_world_size() // 2
+    with unittest.mock.patch("hf_zero.distributed.comm.host_name", lambda: str(dist.get_rank() // half)):
+        return work(*args)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_host_sends_a_byte_twice_to_another_one_without_groups(stage: int) -> None:
+    for part, leaving, _ in run_ranks(_on_two_hosts, 4, _traffic, stage, 1, "all"):
+        # At stage 3 layers cross for forward and for backward, and the root unit once.
+        assert leaving[1:] == [2 * part] * 2 if stage < 3 else 2 * part < leaving[1] < 3 * part
+
+
+def _losses(stage: int) -> list[float]:
+    engine = _start(stage, "all")
+    return [_step(engine, number) for number in range(4)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_results_do_not_depend_on_hosts(stage: int) -> None:
+    want = run_ranks(_losses, 4, stage)
+    for losses, expected in zip(run_ranks(_on_two_hosts, 4, _losses, stage), want, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
 
 
 # ---------------------------------------------------------------- overflows, files, writes

@@ -111,7 +111,7 @@ def plan_units(
         optimizer: None where the engine does not train.
     """
     pretended = PretendedComm(comm.rank, comm.world_size, on_host=comm.computes_on_host)
-    pretended.groups = comm.groups
+    pretended.groups, pretended.routes = comm.groups, comm.routes
     drafted = [
         (
             UnitSpec(unit.name, unit.kind, unit.module, tuple(_parameters_of(unit))),

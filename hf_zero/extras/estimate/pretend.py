@@ -53,7 +53,7 @@ class PretendedComm(Comm):
     def shard_in_groups(self, wanted: str | int) -> None:
         """See Comm. Where the ranks' hosts are not known, all are on one."""
         size = group_size(wanted, ["host"] * self.world_size)
-        self.groups = RankGroups.of(self.rank, self.world_size, size) if size < self.world_size else None
+        self.groups = self.routes = RankGroups.of(self.rank, self.world_size, size) if size < self.world_size else None
 
     def _gather_in_steps(
         self, groups: RankGroups, full: torch.Tensor, row: torch.Tensor | None, part: torch.Tensor | None, what: str
