@@ -364,8 +364,7 @@ class ZeroSection:
     )
     # DeepSpeed: zero_hpz_partition_size; mics_shard_size, which shards optimizer states within a group as well
     sharding_group: str | int = key(
-        "The ranks that form a group, within which parameters are sharded at stage 3, and exchanges stay as far as "
-        "they can.",
+        "The ranks that form a group, in which parameters are sharded at stage 3 and exchanges mostly stay.",
         RankGroup("all", low=None),
     )
     ignore_unused_parameters: bool = key(
@@ -433,8 +432,7 @@ class ResolvedConfig(Mapping[str, Any]):
         Choice("auto", choices=("auto", "once", "stream"), when=(c.STAGE_3,)),
     )
     uneven_data: str = key(
-        "The way in which Trainer goes on where ranks have different numbers of batches: an error, to the end of the "
-        "shortest data, or of the longest.",
+        "The end of an epoch of Trainer where ranks have unequal data: an error, the shortest data, or the longest.",
         Choice("error", choices=("error", "stop", "join"), when=(c.TRAINER,)),
     )
     dataloader_drop_last: bool = key(

@@ -185,6 +185,10 @@ def train_and_look(folder: str) -> set[str]:
         engine.save_checkpoint(folder)
         model.eval().generate(torch.tensor([[3, 4]]), max_new_tokens=2, pad_token_id=0)
         engine.teardown()
+    args = hf_zero.TrainingArguments(
+        output_dir=folder, zero={"train_micro_batch_size_per_gpu": 8}, max_steps=1, use_cpu=True, report_to=[]
+    )
+    hf_zero.Trainer(model=model, args=args, train_dataset=samples).train()
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     stages = hf_zero.PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss)
     adam = {"type": "AdamW", "params": {"lr": 1e-3}}
