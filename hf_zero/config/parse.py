@@ -242,7 +242,7 @@ class _Checker:
                 return
             if value is None:
                 return
-        if value in (alias.off, str(alias.off)) and not isinstance(value, bool):
+        if alias.off is not None and not isinstance(value, bool) and value in (alias.off, str(alias.off)):
             return
         self.notices.append(f"{written} is another name of {alias.target}")
         self._entry(target, value, alias.target, written)

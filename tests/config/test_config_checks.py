@@ -374,3 +374,9 @@ def test_the_package_imports_the_standard_library_and_its_own_files_only() -> No
             for name in names:
                 own = name.startswith(("hf_zero.config", "hf_zero.errors"))
                 assert own or name.partition(".")[0] in sys.stdlib_module_names, (path.name, name)
+
+
+def test_another_name_with_a_wrong_value_is_an_error() -> None:
+    for value in ("None", 2):
+        (problem,) = ZeroConfig.load({ZERO: {"stage": 3, "cpu_offload_use_pin_memory": value}}, defer=True).check()
+        assert "cpu_offload_use_pin_memory" in str(problem)

@@ -323,15 +323,20 @@ def test_whole_parameters(name: str, stage: int) -> None:
 
 
 # ---------------------------------------------------------------- what it costs
-def gathers_of(blocks_of_step: list[list[list[int]]]) -> list[int]:
-    """The all-gathers of each step, whose blocks are given by rank."""
+def start(make: Callable[[], Any], zero: dict[str, Any]) -> Any:
+    """An engine at stage 3 that trains what `make` makes, in fp64."""
     torch.manual_seed(3)
-    model = Chooser().double()
+    model = make().double()
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **NO_PREFETCH},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
     }
-    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    return hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+
+
+def gathers_of(blocks_of_step: list[list[list[int]]]) -> list[int]:
+    """The all-gathers of each step, whose blocks are given by rank."""
+    engine = start(Chooser, NO_PREFETCH)
     counts = []
     for step, by_rank in enumerate(blocks_of_step):
         before = engine.comm.counts["all_gather"].calls
@@ -359,13 +364,7 @@ def test_nothing_is_gathered_that_no_rank_needs() -> None:
 
 def bytes_of(images: list[int]) -> list[int]:
     """The bytes that each step of LLaVA gathers and reduces, with so many images on rank 0 and none on the others."""
-    torch.manual_seed(3)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **PREFETCH},
-    }
-    model = llava().double()
-    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    engine = start(llava, PREFETCH)
     loss = with_images(lambda step, rank: images[step] if rank == 0 else 0)
     sizes = []
     for step in range(len(images)):
@@ -389,13 +388,7 @@ def test_text_gathers_nothing_of_the_image_tower() -> None:
 
 def gathers_beside_work(zero: dict[str, Any]) -> list[int]:
     """Return for each step how many blocks run beside a gather; rank 1 leaves out the first four blocks."""
-    torch.manual_seed(3)
-    model = Chooser().double()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
-    }
-    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    engine = start(Chooser, zero)
     blocks = [[0, 1, 2, 3, 4, 5], [4, 5]][dist.get_rank()]
     counts = [0] * 4
     for step in range(len(counts)):
@@ -403,7 +396,7 @@ def gathers_beside_work(zero: dict[str, Any]) -> list[int]:
         def count(*_: Any, step: int = step) -> None:
             counts[step] += any(unit.state is UnitState.UNSHARDING for unit in engine.params.units)
 
-        hooks = [block.register_forward_pre_hook(count) for block in model.blocks]
+        hooks = [block.register_forward_pre_hook(count) for block in engine.module.blocks]
         engine.backward(engine(numbers(step, dist.get_rank(), 3, WIDTH), blocks))
         engine.step()
         for hook in hooks:

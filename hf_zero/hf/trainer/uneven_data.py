@@ -27,7 +27,7 @@ from hf_zero.hf.accelerator.plugin import ZeroPlugin
 from hf_zero.hf.patching import instead, replaced
 from hf_zero.hf.trainer.replaced_methods import Original, engine_of_trainer, in_place_of, plugin_of
 
-ERROR, STOP, JOIN = "error", "stop", "join"
+ERROR, STOP = "error", "stop"  # the third value is "join"
 _NO_LOSS = -100  # the label of a token that has none
 
 
