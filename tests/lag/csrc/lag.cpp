@@ -11,7 +11,8 @@
 //     written by the host, while a copy or an operation that the clock does not cover may use it is reported.
 //
 // Locks: one, `World::mutex`. Never take Python's lock under it, nor take or drop a reference to a tensor that may be
-// Python's: the first reference beside Python's own takes that lock.
+// Python's: the first reference beside Python's own takes that lock. Gloo takes it when a collective begins, so `Locked`
+// waits without it.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -150,7 +151,7 @@ class Locked {
 public:
     Locked() {
         ++calls_made;
-        world().mutex.lock();
+        lock();
         ++world().depth;
     }
     ~Locked() {
@@ -160,6 +161,17 @@ public:
     }
     Locked(const Locked&) = delete;
     Locked& operator=(const Locked&) = delete;
+
+private:
+    // Python's lock is free while a thread waits here, because torch's record of a collective takes it. It is taken back
+    // without this one: a thread that waits for it may end there, as Python ends.
+    static void lock() {
+        while (!world().mutex.try_lock()) {
+            if (!PyGILState_Check()) return world().mutex.lock();
+            const pybind11::gil_scoped_release without_python;
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
+        }
+    }
 };
 
 thread_local int current_device = 0;
