@@ -16,6 +16,7 @@ from hf_zero.distributed.process_end import tell_others_of_errors
 from hf_zero.distributed.process_group import Link
 from hf_zero.distributed.processes import call_site
 from hf_zero.distributed.store_protocol import LostRankError, publish_reason, published_reason
+from hf_zero.distributed.torch_calls import TorchCallCheck
 from hf_zero.errors import DivergenceError, StateError, ZeroError
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,9 @@ class EngineGroup:
         self.run_rank = dist.get_rank()  # what messages name
         store = dist.distributed_c10d._get_default_store
         self.check = OperationCheck(self.log, store, f"hf_zero/{self.name}", self.rank, self.world_size)
-        if not is_gloo:
-            self._monitor = FailureMonitor(self.control.connections, self.name)
-            watch_for(self._look, self._disconnected)
+        self.torch_calls = TorchCallCheck(store, f"hf_zero/{self.name}")
+        self._monitor = None if is_gloo else FailureMonitor(self.control.connections, self.name)
+        watch_for(self._look, self._disconnected)
 
     def add_gloo_link(self) -> Link:
         """Connections beside those of the collectives, which end with them. All ranks must call."""
@@ -111,9 +112,11 @@ class EngineGroup:
 
     def look_for_difference(self) -> None:
         """Raise RuntimeError, and stop all ranks, where a wait has no end because another rank runs other code."""
-        if error := self.check.difference_after_a_stall():
-            self.abandon(error)
-            raise RuntimeError("ranks started different operations")
+        if self.check.is_time_to_compare():
+            error = self.check.difference_now() or self.torch_calls.deadlock(self.log)
+            if error is not None:
+                self.abandon(error)
+                raise RuntimeError("ranks started different operations")
         if line := self.check.line_on_a_long_wait():
             logger.warning(line)
 
@@ -157,9 +160,11 @@ class EngineGroup:
         """Called by the watching thread: stop where the others have ended, or run another program.
 
         A rank whose device waits starts nothing more: its last operations are compared then, whatever its host does.
+        Without a device the thread that waits does this itself.
         """
         try:
-            if self._monitor.look():
+            self.torch_calls.look()
+            if self._monitor is not None and self._monitor.look():
                 self.look_for_difference()
         except RuntimeError:
             if not self.stopped:
@@ -229,7 +234,12 @@ class EngineGroup:
 
     def tell_of_error(self, error: BaseException) -> None:
         """Tell the others that `error` ends this process. They read it when the process has ended, and not before."""
-        if not self.stopped:
+        if self.stopped:
+            return
+        if (reason := published_reason(self.name)) is not None:
+            # An operation of torch's own says of the other rank only that its connection was closed.
+            logger.error("rank %d: another rank had stopped before:\n%s", self.run_rank, reason)
+        else:
             text = (
                 f"rank {self.run_rank} of {dist.get_world_size()} ended by {type(error).__name__}: {_gist(error)}\n"
                 f"Raised at: {call_site(error)}\nThe last operations, where known:\n{self._last_operations()}"

@@ -121,24 +121,26 @@ class OperationCheck:
         self._stalled_since = 0.0
         self._next_look = self._next_line = 0.0
 
-    def difference_after_a_stall(self) -> ZeroError | None:
-        """Return an error if this rank waits for nothing, because another one has started other operations.
-
-        Call it again and again, during a wait or always: while the rank starts operations it compares nothing.
-        """
+    def is_time_to_compare(self) -> bool:
+        """Whether this rank has started no operation for long. Call it again and again, during a wait or always."""
         now = time.monotonic()
         if self._stalled_at != self._log.position:
             self._stalled_at = self._log.position
             self._stalled_since, self._next_look = now, now + TIMEOUTS.stalled
             self._next_line = now + TIMEOUTS.say_every
         if now < self._next_look:
-            return None
+            return False
         self._next_look = now + min(max(now - self._stalled_since, TIMEOUTS.stalled), TIMEOUTS.compare_every)
+        return True
+
+    def difference_now(self) -> ZeroError | None:
+        """Return an error if this rank waits for nothing, because another one has started other operations."""
         try:
             digests = self._log.digests()
             self._publish(digests)
             if not self._store().check(self._places):
-                self._next_look = now + TIMEOUTS.stalled / 4  # others may be about to publish theirs
+                # Others may be about to publish theirs.
+                self._next_look = time.monotonic() + TIMEOUTS.stalled / 4
                 return None
             places = [json.loads(place) for place in self._store().multi_get(self._places)]
             others = [rank for rank, (at, digest) in enumerate(places) if digests.get(at, digest) != digest]

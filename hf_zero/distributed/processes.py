@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -342,14 +342,18 @@ def wrong_on_all(what: str) -> Iterator[None]:
         raise
 
 
-def call_site(error: BaseException | None = None) -> str:
+def call_site(where: BaseException | FrameType | None = None) -> str:
     """File and line of the innermost frame that is the user's own: not hf_zero's, Python's or a library's.
 
     Args:
-        error: Look where it was raised; None: look where this thread is.
+        where: An error: look where it was raised; a frame: look there and in its callers; None: look where this
+            thread is.
     """
-    frames = traceback.walk_stack(sys._getframe()) if error is None else traceback.walk_tb(error.__traceback__)
-    for frame, line in frames if error is None else reversed(list(frames)):
+    if isinstance(where, BaseException):
+        frames = reversed(list(traceback.walk_tb(where.__traceback__)))
+    else:
+        frames = traceback.walk_stack(where or sys._getframe())
+    for frame, line in frames:
         code = frame.f_code
         if not code.co_filename.startswith(_NOT_THE_USERS) and "site-packages" not in code.co_filename:
             return f"{code.co_filename}:{line} ({code.co_name})"

@@ -155,12 +155,17 @@ def _barrier(run: Run) -> None:
     dist.barrier()
 
 
+def _gather_objects(run: Run) -> None:
+    dist.all_gather_object([None] * dist.get_world_size(), "loss")
+
+
 def _return(run: Run) -> None:
     pass
 
 
 ENDED = r"rank\(s\) \[[12]\] have ended"
 MISTAKE = "rank [12] of [23] .*ValueError: a mistake in the script of one rank"
+IN_TORCH = r"for rank [12], which waits in torch's {}(?s:.*)test_desyncs.py:\d+ \((_barrier|_gather_objects)\)"
 FAULTS: dict[str, Fault] = {
     "saves a checkpoint alone": Fault(_save, "save_checkpoint"),
     "saves a checkpoint alone, stage 2": Fault(_save, "save_checkpoint", stage=2, world_size=3),
@@ -172,6 +177,9 @@ FAULTS: dict[str, Fault] = {
     "loads a checkpoint alone": Fault(lambda run: run.engine.load_checkpoint(run.folder), "load_checkpoint"),
     "reads a sharded weight alone": Fault(lambda run: run.weight.sum(), "layers.1"),
     "evaluates alone": Fault(_evaluate, "all_gather|forward"),
+    "calls torch's barrier alone": Fault(_barrier, IN_TORCH.format("barrier"), world_size=3),
+    "gathers objects alone, stage 2": Fault(_gather_objects, IN_TORCH.format("all_gather_object"), stage=2),
+    "calls torch's barrier alone, the others save": Fault(_barrier, IN_TORCH.format("barrier"), others=_save),
     "generates alone": Fault(lambda run: run.engine.module.generate(run.row, max_new_tokens=3), "generate"),
     "calls backward twice": Fault(_backward_twice, "rank 1: reduce_scatter", stage=2),
     "steps twice": Fault(lambda run: run.engine.step(), "rank 1: vote step", stage=2),
@@ -258,6 +266,9 @@ def problems(fault: Fault, ended: Ended) -> Iterator[str]:
             yield f"rank {rank} does not say {fault.says!r}: {outcome.message}"
         elif "Called from: " not in outcome.message and name_of(fault) not in BUILT:
             yield f"rank {rank} does not name the line of its call: {outcome.message}"
+    in_torch = [one for one in ended.outcomes if getattr(one, "kind", "") == "RuntimeError"]
+    if in_torch and "another rank had stopped before:\nrank" not in ended.logs:
+        yield f"a rank that waits for torch says only: {in_torch[0].message}"
     slowest = max(map(seconds, ended.outcomes))
     if slowest > SOON_S:
         yield f"the last rank raised after {slowest} s"
@@ -270,6 +281,7 @@ def name_of(fault: Fault) -> str:
 BY_DAY = (
     "saves a checkpoint alone",
     "evaluates alone",
+    "calls torch's barrier alone",
     "steps twice",
     "raises in forward",
     "is killed in forward",
@@ -304,6 +316,26 @@ def test_who_waits_for_a_rank_that_is_alive_says_so(call: str, waited_for: str, 
     assert ended.outcomes == [2 - (call == "save")] * 2, ended
     said = r"rank\(s\) \[0\] have waited 1 s for rank\(s\) \[1\], which are alive and have not come to "
     assert len(re.findall(said + waited_for, ended.logs)) == 1, ended.logs
+
+
+def reduce_in_two_ways(folder: str) -> int:
+    """Rank 0 begins torch's reduce and goes on to wait in the engine; rank 1 waits in it, and rank 2 comes late."""
+    run = Run(3, 1, folder)
+    run.step()
+    number = torch.ones(1)
+    if dist.get_rank() == 2:
+        time.sleep(2.0)
+    work = dist.all_reduce(number, async_op=dist.get_rank() == 0)
+    run.step()
+    if work is not None:
+        work.wait()
+    assert number == 3
+    return run.engine.global_steps
+
+
+def test_a_slow_rank_is_no_mistake(tmp_path: Path) -> None:
+    ended = try_ranks((reduce_in_two_ways, (str(tmp_path),), {}), 3, timeout=60, timeouts={"stalled": 0.2})
+    assert ended.outcomes == [2] * 3, ended
 
 
 def main() -> None:

@@ -1,0 +1,117 @@
+"""Finds out that one rank waits in a collective of torch's own, while the others wait in an operation of the engine.
+
+A thread of each rank looks whether the thread that trains stays in such a call, and publishes it. A rank that waits
+for that one compares how many operations of that call's group each of both has begun. Where it has begun fewer, the
+other waits for it: neither can go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_zero.distributed.operation_log import OperationLog
+from hf_zero.distributed.processes import call_site
+from hf_zero.distributed.timeouts import TIMEOUTS
+from hf_zero.errors import DivergenceError, ZeroError
+
+_PACKAGE = __name__.partition(".")[0]
+# No rank is over with one of these before all have begun it, so that a slow third rank does not look like a mistake.
+_NEED_ALL = ("all_", "barrier", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class TorchCall:
+    """A collective in which a rank of the whole run waits.
+
+    Args:
+        group: The name of torch's group.
+        begun: How many operations the rank has begun in that group, with this one.
+    """
+
+    rank: int
+    name: str
+    group: str
+    begun: int
+    site: str
+
+
+class TorchCallCheck:
+    """The calls of torch in which the ranks of one engine wait. The thread that makes it is the one that trains.
+
+    Args:
+        store: Gives the key-value store.
+        prefix: The prefix of this engine's keys.
+    """
+
+    def __init__(self, store: Callable[[], Any], prefix: str) -> None:
+        self._store = store
+        self._key = f"{prefix}/torch call"
+        self._thread = threading.get_ident()
+        self._seen: TorchCall | None = None
+        self._since = 0.0
+        self._is_published = False
+
+    def look(self) -> None:
+        """Publish the call in which the training thread stays. Another thread calls this again and again."""
+        now = time.monotonic()
+        call = _call_of(sys._current_frames().get(self._thread))
+        if call != self._seen:
+            self._seen, self._since, self._is_published = call, now, False
+        if call is not None and not self._is_published and now > self._since + TIMEOUTS.stalled:
+            with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
+                self._store().set(self._key, json.dumps(asdict(call)))
+            self._is_published = True
+
+    def deadlock(self, log: OperationLog) -> ZeroError | None:
+        """Return an error if another rank waits in a call of torch for this one, which waits in the last of `log`."""
+        call = self._published()
+        if call is None:
+            return None
+        group: Any = next(
+            (one for one, name in dist.distributed_c10d._world.pg_names.items() if name == call.group), None
+        )
+        if group is None or call.begun <= group._get_sequence_number_for_group():
+            return None
+        operation = (log.last() or ["a call of the engine"])[-1]
+        return DivergenceError(
+            f"rank {dist.get_rank()} waits in {operation} for rank {call.rank}, which waits in torch's {call.name} "
+            f"for this rank: neither can go on.\n"
+            f"Rank {call.rank} called torch's {call.name} from: {call.site}\n"
+            "Call torch's own collectives on every rank, between the same calls of the engine."
+        )
+
+    def _published(self) -> TorchCall | None:
+        with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
+            if self._store().check([self._key]):
+                return TorchCall(**json.loads(self._store().get(self._key)))
+        return None
+
+
+def _call_of(frame: FrameType | None) -> TorchCall | None:
+    """Return the collective that the innermost frames are in; None for others, and for those that hf_zero calls."""
+    outer, frames = frame, list[FrameType]()
+    while outer is not None and outer.f_globals.get("__name__", "").startswith("torch.distributed."):
+        frames.append(outer)
+        outer = outer.f_back
+    with_group = [one for one in frames if "group" in one.f_locals]
+    if not with_group or not with_group[0].f_code.co_name.startswith(_NEED_ALL):
+        return None
+    if outer is None or outer.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        return None
+    group: Any = with_group[0].f_locals["group"]
+    group = dist.group.WORLD if group is None else group
+    name = dist.distributed_c10d._world.pg_names.get(group)
+    if name is None:
+        return None
+    begun = group._get_sequence_number_for_group()
+    return TorchCall(dist.get_rank(), with_group[-1].f_code.co_name, name, begun, call_site(outer))
