@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -112,20 +112,25 @@ class EngineGroup:
 
     def look_for_difference(self) -> None:
         """Raise RuntimeError, and stop all ranks, where a wait has no end because another rank runs other code."""
-        if self.check.is_time_to_compare():
-            error = self.check.difference_now() or self.torch_calls.deadlock(self.log)
-            if error is not None:
-                self.abandon(error)
-                raise RuntimeError("ranks started different operations")
-        if line := self.check.line_on_a_long_wait():
-            logger.warning(line)
+        self._compare(lambda: self.check.difference_now() or self.torch_calls.deadlock(self.log))
 
     def look_while_alone(self) -> None:
-        """Raise LostRankError, and stop all ranks, where others do not come because they run other code."""
+        """Raise LostRankError, and stop all ranks, where others do not come because they run other code.
+
+        A rank that waits in a collective of torch is not looked for: the caller names those that do not come, and
+        says what to do about it.
+        """
         try:
-            self.look_for_difference()
+            self._compare(self.check.difference_now)
         except RuntimeError as error:
             raise LostRankError(str(error)) from error
+
+    def _compare(self, difference: Callable[[], ZeroError | None]) -> None:
+        if self.check.is_time_to_compare() and (error := difference()) is not None:
+            self.abandon(error)
+            raise RuntimeError("ranks started different operations")
+        if line := self.check.line_on_a_long_wait():
+            logger.warning(line)
 
     def take_back(self) -> None:
         """Undo the last `add_to_log`: the others did not come, and this rank goes on without the call."""

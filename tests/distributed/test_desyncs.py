@@ -179,7 +179,6 @@ FAULTS: dict[str, Fault] = {
     "evaluates alone": Fault(_evaluate, "all_gather|forward"),
     "calls torch's barrier alone": Fault(_barrier, IN_TORCH.format("barrier"), world_size=3),
     "gathers objects alone, stage 2": Fault(_gather_objects, IN_TORCH.format("all_gather_object"), stage=2),
-    "calls torch's barrier alone, the others save": Fault(_barrier, IN_TORCH.format("barrier"), others=_save),
     "generates alone": Fault(lambda run: run.engine.module.generate(run.row, max_new_tokens=3), "generate"),
     "calls backward twice": Fault(_backward_twice, "rank 1: reduce_scatter", stage=2),
     "steps twice": Fault(lambda run: run.engine.step(), "rank 1: vote step", stage=2),
