@@ -7,34 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hf_zero.config.resolved import ZeroSection
-from hf_zero.runtime.use_order import NextUse, UseOrder, follow
+from hf_zero.runtime.use_order import UseOrder
 from hf_zero.sharding.unit import ShardUnit, UnitKind
 
 _DEFAULT_LIVE = 10**9
-
-
-class RepeatedUse:
-    """The order of units learned across repeated forwards without gradients (decoding, token by token).
-
-    After the last layer of a token comes the first layer of the next one. The ranks agree on nothing: every use here
-    is a gather, so ranks whose uses differ would have failed at the gather already.
-    """
-
-    def __init__(self) -> None:
-        self._units: dict[int, ShardUnit] = {}
-        self._next: NextUse = {}
-        self._before = self._here = -1
-
-    def note(self, unit: ShardUnit) -> None:
-        """`unit` is used now."""
-        self._units[id(unit)] = unit
-        self._next[(self._before, self._here)] = id(unit)
-        self._before, self._here = self._here, id(unit)
-
-    def upcoming(self) -> Iterator[ShardUnit]:
-        """Yield the units that followed the last times, nearest first."""
-        for key in follow(self._next, self._before, self._here, len(self._units)):
-            yield self._units[key]
 
 
 class GatheredAhead:
@@ -54,7 +30,7 @@ class GatheredAhead:
         self._rest: Iterator[ShardUnit] = iter(())
         self.following: ShardUnit | None = None  # after `units`
 
-    def move_to(self, unit: ShardUnit, order: UseOrder | RepeatedUse) -> None:
+    def move_to(self, unit: ShardUnit, order: UseOrder) -> None:
         """`unit` is used now, and was noted in `order`."""
         if unit is self._used:
             return

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_zero.native.block_pool import Demand
 from hf_zero.runtime.backward_watch import in_backward
-from hf_zero.runtime.prefetch import GatheredAhead, PrefetchLimits, RepeatedUse
+from hf_zero.runtime.prefetch import GatheredAhead, PrefetchLimits
 from hf_zero.runtime.step_events import StepEvents
 from hf_zero.runtime.unit_pass import Ask, Phase, UnitPass
 from hf_zero.runtime.use_order import Mark, UseOrder
@@ -126,7 +126,7 @@ class OnDemandParams:
         self._keeps_graph = False  # the backward under way may be followed by another one over its graph
         self._in_graphs: dict[int, ShardUnit] = {}  # see `hold_for_backward`
         self._pinned: set[int] = set()
-        self._stream: RepeatedUse | None = None  # inside `streaming`
+        self._streams = False  # inside `streaming`
         self._window = GatheredAhead()
         self.builds_graph = False  # this backward makes a graph of gradients: [Note: Double backward] in hooks.py
         self._graph_alive = False  # an earlier one did, and its graph may still be walked
@@ -143,8 +143,7 @@ class OnDemandParams:
             return
         # Hooks of a backward run without gradients too.
         trains = phase is Phase.BACKWARD or torch.is_grad_enabled()
-        if not trains and (self._stream is not None or self._stays_unsharded(unit)):
-            self._use_again(unit)
+        if not trains and self._stays_unsharded(unit):
             return
         with torch.no_grad():
             if unit.kind is not UnitKind.LAYER or not self._passes:
@@ -206,20 +205,6 @@ class OnDemandParams:
     def _stays_unsharded(self, unit: ShardUnit) -> bool:
         return unit.state is UnitState.UNSHARDED and id(unit) in self._pinned
 
-    def _use_again(self, unit: ShardUnit) -> None:
-        """A use that belongs to no training pass, and is not recorded in the order of one."""
-        if unit.kind is not UnitKind.LAYER or self._stream is None:
-            self.unshard(unit)
-            return
-        expected = next(self._stream.upcoming(), None)
-        self._stream.note(unit)
-        if expected is not None and expected is not unit and expected.state is UnitState.UNSHARDING:
-            self.reshard(expected)  # another branch was taken
-        self.unshard(unit)
-        # One ahead hides its gather. What was gathered ahead of the last token was gathered for nothing.
-        self._window.clear()  # the order may have been learned meanwhile
-        self._prefetch(unit, self._stream, max_units=1)
-
     def _note(self, unit: ShardUnit, under_way: UnitPass) -> ShardUnit | None:
         """Record the use; return the unit that backward has left for good with it, if any."""
         if not under_way.order.advance(unit):
@@ -275,7 +260,7 @@ class OnDemandParams:
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
-        """Forwards without gradients, many in a row: prefetch goes on from one to the next. All ranks must call.
+        """Forwards without gradients, many in a row: one gathers the first layer of the next. All ranks must call.
 
         Units that do not belong to a layer (embeddings, head) stay unsharded from the first forward to the end of the
         block. That is no more memory than one forward needs, which holds them while its layers come and go; it is left
@@ -287,11 +272,11 @@ class OnDemandParams:
         if not self._limits.admits_next(max(layers, default=0)):
             roots = []
         self._pinned.update(id(unit) for unit in roots)
-        self._stream = RepeatedUse()
+        self._streams = True
         try:
             yield
         finally:
-            self._stream = None
+            self._streams = False
             self._pinned.difference_update(id(unit) for unit in roots)
             for unit in self.units:
                 if id(unit) not in whole:
@@ -347,7 +332,7 @@ class OnDemandParams:
 
     def _is_needed_soon(self, unit: ShardUnit) -> bool:
         """Whether the next use of `unit` in this forward and backward is within `stage3_max_reuse_distance`."""
-        if not self._limits.reuse or self._stream is not None:
+        if not self._limits.reuse:
             return False
         passed = 0
         for other in self._still_to_come():
@@ -394,8 +379,6 @@ class OnDemandParams:
         """A forward of `module` begins, which no other one contains. All ranks must call."""
         self._passes.clear()  # of a forward that was left by an exception
         trains = torch.is_grad_enabled()
-        if self._stream is not None and not trains:
-            return  # the order of what is repeated is learned apart
         self._window.clear()
         for unit in self.live.kept:  # of a forward whose backward has not come yet, and may never
             self.reshard(unit)
@@ -408,11 +391,15 @@ class OnDemandParams:
     def end_forward(self) -> None:
         """The forward that has begun is over. Ranks whose forward needs other units are waited for. All ranks must
         call."""
+        order = self._passes[-1].order if self._passes else None
         if not self._end_pass(Phase.FORWARD):
             self._forwards_were_even = False
             self._tell_once()
             for unit in self.live.kept:  # on this rank: another one may have others
                 self.reshard(unit)
+        elif self._streams and order is not None and not self._forward_trains:
+            with torch.no_grad():
+                self._prefetch_first(order)
 
     def _tell_once(self) -> None:
         if not self._has_told and self.flats[0].comm.run_rank == 0:
@@ -489,7 +476,8 @@ class OnDemandParams:
         self._open_uses.clear()
         self._passes.clear()
         self._forwards_were_even = True
-        self._stream = self._last_in_backward = None
+        self._streams = False
+        self._last_in_backward = None
         self.builds_graph = self._graph_alive = False
         for order in self.orders.values():
             order.forget()
@@ -500,7 +488,7 @@ class OnDemandParams:
 
     def reshard_idle(self) -> None:
         """Reshard, at the end of a forward, what was gathered ahead and not used."""
-        if self._stream is not None and not torch.is_grad_enabled():
+        if self._streams and not torch.is_grad_enabled():
             return  # it was gathered for the next forward
         idle = {UnitState.UNSHARDING} if self._forward_trains else {UnitState.UNSHARDING, UnitState.KEPT}
         for unit in self.units:
@@ -530,24 +518,33 @@ class OnDemandParams:
                     self.reshard(unit)
         return self.live.idle_numel <= room
 
-    def _prefetch(self, unit: ShardUnit, order: UseOrder | RepeatedUse, max_units: int | None = None) -> None:
+    def _prefetch(self, unit: ShardUnit, order: UseOrder) -> None:
         """Start the gathers of what follows the use of `unit` along `order`."""
         if not self._limits.ahead:
             return
-        for later in itertools.islice(order.upcoming(), 1, _MAX_READS_AHEAD):
-            if later.state is UnitState.SHARDED:
-                later.prefetch()
+        self._read_ahead(itertools.islice(order.upcoming(), 1, _MAX_READS_AHEAD))
         window = self._window
         window.move_to(unit, order)
         while (following := window.following) is not None:
             is_next = not window.units
-            if len(window.units) == max_units:
-                return
-            if not is_next and window.numel + following.numel > self._limits.ahead:
+            # Many small forwards leave room for no more than hides a gather: the rest is for caches.
+            if not is_next and (self._streams or window.numel + following.numel > self._limits.ahead):
                 return
             if following.state is UnitState.SHARDED and not self._gather_if_admitted(following, is_next):
                 return
             window.take()
+
+    def _prefetch_first(self, order: UseOrder) -> None:
+        """Start the gather of the first layer of the next forward along `order`, if all ranks share it."""
+        first = next(order.whole_pass(), None)
+        if first is not None and first.state is UnitState.SHARDED and self._limits.ahead:
+            self._read_ahead(itertools.islice(order.whole_pass(), 1, _MAX_READS_AHEAD))
+            self._gather_if_admitted(first, is_next=True)
+
+    def _read_ahead(self, units: Iterable[ShardUnit]) -> None:
+        for unit in units:
+            if unit.state is UnitState.SHARDED:
+                unit.prefetch()
 
     def _admits_next(self, unit: ShardUnit) -> bool:
         return bool(self._limits.ahead) and self._limits.admits_next(unit.numel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import hf_zero
@@ -81,6 +83,49 @@ def test_assisted_decoding(way: str) -> None:
     for failure in run_ranks(assisted, 2, "stream", way, expect_error=True):
         assert failure.kind == "StateError" and '"gather_for_generation": "once"' in failure.message
         assert ("prompt_lookup_num_tokens" if way == "prompt_lookup" else "assistant_model") in failure.message
+
+
+class RoutedExperts(nn.Module):
+    """Four experts, of which the text decides which one runs."""
+
+    def __init__(self, expert: nn.Module) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(4))
+        self.used = set[int]()
+        for number, one in enumerate(self.experts):
+            for param in one.parameters():
+                param.data *= 1 + number / 4
+
+    def forward(self, x: torch.Tensor) -> Any:
+        number = int(x.abs().sum() * 100) % 4
+        self.used.add(number)
+        return self.experts[number](x)
+
+
+def llama_of_experts() -> Any:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp = RoutedExperts(layer.mlp)
+    model._no_split_modules = model.model._no_split_modules = ["LlamaMLP"]
+    return model
+
+
+def stream_experts() -> tuple[list[bool], list[set[int]]]:
+    plain, model = llama_of_experts(), llama_of_experts()
+    engine = sharded(model, "stream")
+    assert any("experts" in unit.name for unit in engine.units)
+    same = []
+    for number in range(4):
+        seed = 10 * dist.get_rank() + number
+        same.append(text(model, seed, "greedy") == text(plain, seed, "greedy"))
+    assert is_released(engine)
+    return same, [layer.mlp.used for layer in plain.model.layers]
+
+
+def test_texts_that_use_other_experts_on_every_rank_are_streamed() -> None:
+    (first, of_first), (second, of_second) = run_ranks(stream_experts, 2)
+    assert first == second == [True] * 4
+    assert of_first != of_second or len(of_first[0]) > 1
 
 
 def batch_continuously(choice: str, way: str) -> None:

@@ -3,7 +3,8 @@
 [Note: Once or stream]
 Gathered once, the model is unsharded on every rank from the first token to the last: a rank then needs nobody else,
 and ends where its own sequences end. Streamed, every forward gathers the layers one by one, so all ranks must run
-equally many forwards: transformers' `synced_gpus` has the ranks that are done go on until the last one is.
+equally many forwards: transformers' `synced_gpus` has the ranks that are done go on until the last one is. A forward
+may use other layers (experts) than that of another rank: see [Note: Ranks that use different units] in unit_pass.py.
 An evaluation that generates for batch after batch gathers once for all of them.
 """
 
