@@ -81,21 +81,22 @@ def _has(root: str, path: str, name: str) -> bool:
 
 
 def table(found: Mapping[str, Mapping[str, str]], version: str) -> str:
-    """Return counts by module, and the names that are not there by renaming."""
+    """Return counts by module, the names that are missing, and what to use instead of those that are refused."""
     total = {verdict: sum(_count(mine, verdict) for mine in found.values()) for verdict in VERDICTS}
     lines = [
         f"Public names of DeepSpeed {version} ({datetime.date.today()}), in the modules that programs import: "
         f"{total[RENAMED]} work by renaming, {total[FACADE]} under the facade only, {total[REFUSED]} are refused with "
         f"what to use instead, {total[MISSING]} are missing.",
         "",
-        "| module | " + " | ".join(VERDICTS) + " | names that are missing |",
+        "| module | " + " | ".join(VERDICTS) + " | missing names, and what to use instead of refused ones |",
         "|---|" + "---|" * (len(VERDICTS) + 1),
     ]
     for path, mine in found.items():
         counts = [str(_count(mine, verdict) or "") for verdict in VERDICTS]
         missing = [f"`{name}`" for name, one in mine.items() if one == MISSING]
-        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-        lines.append(f"| `{path}` | {' | '.join(counts)} | {', '.join(missing[:SHOWN])}{more} |")
+        more = [f"and {len(missing) - SHOWN} more"] if len(missing) > SHOWN else []
+        instead = dict.fromkeys(one.partition(": use ")[2].rstrip(".") for one in mine.values() if ": use " in one)
+        lines.append(f"| `{path}` | {' | '.join(counts)} | {'; '.join([*missing[:SHOWN], *more, *instead])} |")
     return "\n".join(lines)
 
 

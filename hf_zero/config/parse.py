@@ -76,7 +76,7 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
     if jsonc.skip_blank(text) == len(text):
         raise ConfigError(f"The ZeRO configuration ({name}) is empty.\nWrite at least the stage: {EXAMPLE}.")
     try:
-        document = _from_hjson(text, name) if name.endswith(".hjson") else jsonc.loads(text)
+        document = _from_hjson(text, name) if _is_hjson(text, name) else jsonc.loads(text)
     except jsonc.JsonError as error:
         raise ConfigError(f"The ZeRO configuration ({name}) is not JSON: {error}.\nCorrect it there.") from None
     except RecursionError:
@@ -89,6 +89,13 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
             f"Write the keys between braces, such as {EXAMPLE}."
         )
     return _check(document.value, document, name)
+
+
+def _is_hjson(text: str, name: str) -> bool:
+    """Whether it is Hjson, as DeepSpeed reads every file: by its name, or by a first key without quotes."""
+    start = jsonc.skip_blank(text)
+    first = text[jsonc.skip_blank(text, start + 1) :][:1] if text[start] == "{" else ""
+    return name.endswith(".hjson") or first.isalpha()
 
 
 def _from_hjson(text: str, name: str) -> jsonc.Document:

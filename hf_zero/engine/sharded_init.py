@@ -28,7 +28,7 @@ from hf_zero.runtime.edit_watch import EditWatch
 from hf_zero.runtime.memory_report import cast_line
 from hf_zero.runtime.unit_specs import BuildSettings
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.param_index import ParamIndex
+from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.placement import FlatParamSpec, Placement
 from hf_zero.sharding.reshard import LayoutChange
 from hf_zero.sharding.unit import ShardUnit, UnitKind, UnitState
@@ -106,6 +106,10 @@ class ShardedConstruction:
             flat.watch_values(self._refuse)
         self._index.add(unit)
         return_freed_memory(sum(flat.full_bytes for flat in flats))
+
+    def place_of(self, param: nn.Parameter) -> ParamPlace | None:
+        """Return the place of a parameter that is in shards already; None for the others."""
+        return self._index.get(param)
 
     def _refuse(self, param: nn.Parameter, writes: bool) -> bool:
         """Raise StateError where a constructor reads or writes parameters of a finished module."""

@@ -298,6 +298,17 @@ def test_a_file_in_hjson(tmp_path: Path) -> None:
         ZeroConfig.load(path)
 
 
+def test_hjson_in_a_file_for_json(tmp_path: Path) -> None:
+    """DeepSpeed reads every file as Hjson. Where the first key has quotes it is JSON, and mistakes are JSON's."""
+    path = tmp_path / "zero3.json"
+    path.write_text(HJSON)
+    assert dict(ZeroConfig.load(path).raw) == dict(ZeroConfig.load(HJSON).raw)
+    assert ZeroConfig.load(path).get("optimizer") == {"type": "AdamW", "params": {"lr": 1e-3}}
+    path.write_text(HJSON.replace("overlap_comm", "stage"))
+    with pytest.raises(ConfigError, match=r"zero3\.json\) is not Hjson: stage stands twice"):
+        ZeroConfig.load(path)
+
+
 def test_hjson_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "zero3.hjson"
     path.write_text(HJSON)

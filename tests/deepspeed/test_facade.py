@@ -256,6 +256,9 @@ def test_a_program_finds_the_facade(tmp_path: Path) -> None:
         weight = model.weight
         assert (weight.ds_id, weight.ds_shape, weight.ds_numel) == (0, (2, 4), 8)
         assert weight.ds_status is ZeroParamStatus.AVAILABLE and weight.ds_tensor.numel() == 8
+        whole = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+        assert torch.equal(torch.cat(engine.optimizer.fp32_partitioned_groups_flat), whole)
+        assert not hasattr(engine.optimizer, "single_partition_of_fp32_groups")
     """
     done = python(tmp_path, write_script(tmp_path, text))
     lines = [line for line in done.stderr.splitlines() if "import deepspeed" in line]

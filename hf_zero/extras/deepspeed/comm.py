@@ -20,6 +20,16 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def get_world_rank_from_launcher() -> int:
+    """Return this process's number among all, from the launcher; 0 if one process was started alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def available() -> bool:
+    """Whether torch.distributed has the operation that is asked for: always."""
+    return True
+
+
 def get_world_group() -> Any:
     """Return the group of all ranks."""
     return dist.group.WORLD

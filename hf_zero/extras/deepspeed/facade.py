@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import importlib.machinery
 import importlib.metadata
 import logging
@@ -122,14 +122,17 @@ def _count_processes_on_cpu(state: Any) -> None:
 def _name_parameters(module: Any) -> None:
     """Give parameters of torch the attributes that DeepSpeed gives those of stage 3."""
     for name in ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_tensor"):
-        setattr(module.Parameter, name, property(functools.partial(_answer, name)))
+        setattr(module.Parameter, name, _answered("parameters", name))
     module.Parameter.ds_active_sub_modules = property(lambda _: set())
 
 
-def _answer(name: str, param: Any) -> Any:
-    from hf_zero.extras.deepspeed.parameters import answer
+def _answered(by: str, name: str) -> property:
+    """Return a property that `answer` of the module `by` of this room answers."""
 
-    return answer(param, name)
+    def answer(one: Any) -> Any:
+        return importlib.import_module(f"hf_zero.extras.deepspeed.{by}").answer(name, one)
+
+    return property(answer)
 
 
 def _name_modules(module: Any) -> None:
@@ -137,21 +140,16 @@ def _name_modules(module: Any) -> None:
     module.Module.ds_external_parameters = lambda _: iter(())
 
 
-def _name_hooks(module: Any) -> None:
-    """Give optimizers of stage 3 what programs take DeepSpeed's hooks away by, and put them back."""
-
-    def parameter_offload(optimizer: Any) -> Any:
-        from hf_zero.extras.deepspeed.parameter_offload import parameter_offload
-
-        return parameter_offload(optimizer)
-
-    module.ShardedOptimizer.parameter_offload = property(parameter_offload)
+def _name_partitions(module: Any) -> None:
+    """Give optimizers the attributes that programs read of DeepSpeed's: its fp32 weights, and its hooks at stage 3."""
+    for name in ("fp32_partitioned_groups_flat", "parameter_offload", "single_partition_of_fp32_groups"):
+        setattr(module.ShardedOptimizer, name, _answered("optimizer", name))
 
 
 # Modules of others are changed once they are loaded.
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "accelerate.state": _count_processes_on_cpu,
-    "hf_zero.optim.sharded": _name_hooks,
+    "hf_zero.optim.sharded": _name_partitions,
     "torch.nn.modules.module": _name_modules,
     "torch.nn.parameter": _name_parameters,
 }

@@ -25,13 +25,14 @@ _CHECKPOINTING = {
     model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed
     partition_activations_in_checkpoint reset set_num_layers""",
     "hf_zero.extras.activations.checkpoint": "non_reentrant_checkpoint",
+    "hf_zero.extras.activations.rng_tracker": "CudaRNGStatesTracker=RNGStates",
 }
 _FORMULAS = "hf_zero.extras.estimate.deepspeed_formulas"
 _TOPOLOGIES = f"{_PIPELINE}.topology"
 
 _LEAVES = """get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name
     set_z3_leaf_modules_by_suffix unset_z3_leaf_modules"""
-_TILING = {f"{_OURS}.tiling": "TiledLinear"}
+_TILING = {f"{_OURS}.tiling": "TiledLinear TiledLinearReturnBias"}
 _ZERO = {
     **_TILING,
     f"{_OURS}.zero": """GatheredParameters Init register_external_parameter unregister_external_parameter
@@ -39,8 +40,10 @@ _ZERO = {
 }
 _SCHEDULES = {
     "hf_zero.optim": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
+    f"{_OURS}.tuning_arguments": "add_tuning_arguments get_config_from_args",
     f"{_OURS}.utils": "VALID_LR_SCHEDULES",
 }
+_LOADER = {f"{_OURS}.data_loader": "DeepSpeedDataLoader"}
 _SEED = {"accelerate.utils": "set_random_seed=set_seed"}
 _LOGGING = {f"{_OURS}.utils": "log_dist logger"}
 _ACCESS = {
@@ -58,6 +61,7 @@ ROOT = {
     **_ERROR,
     "hf_zero.optim.sharded": "DeepSpeedOptimizer=ShardedOptimizer",
     **_ENGINE,
+    **_LOADER,
     **_LOGGING,
     f"{_OURS}.config": "DeepSpeedConfig",
     f"{_OURS}.inference": "OnDevice init_inference",
@@ -72,7 +76,10 @@ ROOT = {
 
 # Path below hf_zero -> {module: its names}. "other=name" gives a name of the module under another one.
 PATHS: dict[str, dict[str, str]] = {
-    "accelerator": {f"{_OURS}.accelerator": "DeepSpeedAccelerator=Accelerator get_accelerator"},
+    "accelerator": {
+        f"{_OURS}.accelerator": "DeepSpeedAccelerator=Accelerator get_accelerator",
+        f"{_OURS}.comm": "is_current_accelerator_supported=available",
+    },
     "checkpointing": _CHECKPOINTING,
     "comm": {
         "torch.distributed": """ReduceOp ProcessGroup all_gather all_gather_into_tensor all_gather_object all_reduce
@@ -81,8 +88,11 @@ PATHS: dict[str, dict[str, str]] = {
         get_process_group_ranks get_rank get_world_size irecv isend is_available is_initialized monitored_barrier
         new_group P2POp recv reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send
         allgather_fn=all_gather_into_tensor reduce_scatter_fn=reduce_scatter_tensor inference_all_reduce=all_reduce""",
-        "hf_zero.distributed.processes": "init_distributed",
-        f"{_OURS}.comm": "get_all_ranks_from_group get_local_rank get_world_group log_summary",
+        "hf_zero.distributed.processes": "init_distributed get_world_size_from_launcher=described_world_size",
+        f"{_OURS}.comm": """get_all_ranks_from_group get_local_rank get_local_rank_from_launcher=get_local_rank
+        get_world_group get_world_rank_from_launcher has_all_gather_into_tensor=available
+        has_all_reduce_coalesced=available has_coalescing_manager=available has_reduce_scatter_tensor=available
+        log_summary""",
     },
     "checkpoint.utils": {f"{_OURS}.utils": "clone_tensors_for_torch_save"},
     "launcher.runner": {"hf_zero.extras.launcher.forwarding": "DEEPSPEED_ENVIRONMENT_NAME=DEEPSPEED_FILE"},
@@ -91,14 +101,14 @@ PATHS: dict[str, dict[str, str]] = {
     "ops.aio": {f"{_OURS}.op_builder": "AsyncIOBuilder"},
     "ops.op_builder": {
         f"{_OURS}.op_builder": """AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder
-        FusedLambBuilder FusedLionBuilder OpBuilder"""
+        FusedLambBuilder FusedLionBuilder OpBuilder UtilsBuilder"""
     },
     "ops.lamb": {"hf_zero.optim": "FusedLamb=Lamb"},
     "ops.lion": {"hf_zero.optim": "DeepSpeedCPULion=Lion FusedLion=Lion"},
     "pipe": {**_LAYERS, _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.config": {**_ERROR, f"{_OURS}.config": "DeepSpeedConfig"},
-    "runtime.dataloader": {f"{_PIPELINE}.micro_batches": "RepeatingLoader"},
+    "runtime.dataloader": {**_LOADER, f"{_PIPELINE}.micro_batches": "RepeatingLoader"},
     "runtime.engine": _ENGINE,
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.pipe": {**_LAYERS, _TOPOLOGIES: "ProcessTopology"},
@@ -108,7 +118,11 @@ PATHS: dict[str, dict[str, str]] = {
         _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
         f"{_OURS}.utils": "PipelineParallelGrid",
     },
-    "runtime.utils": {**_SEED, f"{_OURS}.utils": "see_memory_usage"},
+    "runtime.utils": {
+        **_SEED,
+        f"{_OURS}.utils": "partition_balanced see_memory_usage",
+        f"{_PIPELINE}.layer_partition": "partition_uniform=split_uniform",
+    },
     "runtime.zero": _ZERO,
     "runtime.zero.tiling": _TILING,
     "runtime.zero.partition_parameters": {
@@ -129,14 +143,16 @@ PATHS: dict[str, dict[str, str]] = {
         **_ACCESS,
         f"{_OURS}.inference": "OnDevice",
         **_SEED,
-        f"{_OURS}.utils": f"log_dist logger {_LEAVES}",
+        f"{_OURS}.utils": f"instrument_w_nvtx log_dist logger {_LEAVES}",
         f"{_PIPELINE}.micro_batches": "RepeatingLoader",
     },
     "utils.groups": {
-        "torch.distributed": "_get_data_parallel_rank=get_rank _get_data_parallel_world_size=get_world_size",
-        f"{_OURS}.comm": "_get_data_parallel_group=get_world_group",
+        "torch.distributed": """_get_data_parallel_rank=get_rank _get_data_parallel_world_size=get_world_size
+        get_data_parallel_rank=get_rank get_data_parallel_world_size=get_world_size""",
+        f"{_OURS}.comm": "_get_data_parallel_group=get_world_group get_data_parallel_group=get_world_group",
     },
     "utils.logging": _LOGGING,
+    "utils.timer": {f"{_OURS}.timer": "SynchronizedWallClockTimer ThroughputTimer"},
     "utils.z3_leaf_module": {f"{_OURS}.utils": f"{_LEAVES} z3_leaf_module"},
     "utils.zero_to_fp32": {
         f"{_OURS}.zero_to_fp32": """convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
@@ -159,7 +175,8 @@ class _Names(ModuleType):
     def __getattr__(self, name: str) -> Any:
         target = self.__dict__.get("_targets", {}).get(name)
         if target is None:
-            refuse(f"{self.__name__}.{name}".partition(".")[2])
+            if not name.startswith("_"):  # Python asks every module for names of its own
+                refuse(f"{self.__name__}.{name}".partition(".")[2])
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module, own = target
         value = getattr(importlib.import_module(module), own)

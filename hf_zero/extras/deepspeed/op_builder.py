@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +41,14 @@ class AsyncIOBuilder(CPUAdamBuilder):
     def load(self, verbose: bool = False) -> Any:
         """Return the module that has `aio_handle`."""
         return sys.modules[__name__]
+
+
+class UtilsBuilder(OpBuilder):
+    def load(self, verbose: bool = False) -> Any:
+        """Return what has torch's `flatten` and `unflatten` of dense tensors."""
+        return SimpleNamespace(
+            flatten=torch._utils._flatten_dense_tensors, unflatten=torch._utils._unflatten_dense_tensors
+        )
 
 
 class CPUAdagradBuilder(OpBuilder): ...

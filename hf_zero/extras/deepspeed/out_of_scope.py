@@ -2,59 +2,81 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 _KERNELS = "torch's scaled_dot_product_attention, which models of transformers call"
 _GENERATE = "init_inference without kernels, model.generate, or vLLM"
-# Path below deepspeed, of a module or of a name -> what to use.
+_CHECKPOINTING = "checkpointing.configure and checkpointing.checkpoint"
+_ZERO = "zero.Init, zero.GatheredParameters and the block zero_optimization of the JSON"
+_WITHOUT_TENSOR_PARALLELISM = "ZeRO stage 3"
+# Path below deepspeed, of a module or of a name, or a pattern of such paths in any case -> what to use. The first that
+# fits counts. "ROOM.*" is what else is inside of a room: names of names.py are found before.
 _INSTEAD = {
-    "DeepSpeedTransformerConfig": _KERNELS,
-    "DeepSpeedTransformerLayer": _KERNELS,
+    "*inference*": _GENERATE,
+    "*zenflow*": "offload_optimizer.delayed_update of the JSON",
+    "*muon*": 'an optimizer block of the type "Muon"',
+    "*autotp*": _WITHOUT_TENSOR_PARALLELISM,
+    "*tp_model_init*": _WITHOUT_TENSOR_PARALLELISM,
+    "DeepSpeedHybridEngine": "GatheredParameters around model.generate, as TRL's trainers do",
+    "DeepSpeedTransformer*": _KERNELS,
+    "*DualPipeV*": 'the schedule "zero_bubble" of the block pipeline',
+    "accelerator.*": "get_accelerator, which asks torch.accelerator",
     "autotuning": "hf-zero estimate and hf-zero bench",
-    "checkpoint.DeepSpeedCheckpoint": "hf-zero convert from-deepspeed",
-    "checkpoint.ZeROCheckpoint": "hf-zero convert from-deepspeed",
+    "checkpointing.*": _CHECKPOINTING,
+    "checkpoint.*": "hf-zero convert from-deepspeed, and hf-zero convert from-universal",
+    "comm.configure": "the block comms_logger of the JSON",
+    "comm.initialize_mesh_device": "torch.distributed.device_mesh.init_device_mesh",
+    "comm.*": "torch.distributed, and init_distributed, which finds what srun or mpirun started",
+    "compile": "torch.compile, or engine.compile",
     "compression": "torchao",
     "elasticity": "torchrun --nnodes MIN:MAX; every checkpoint loads at any number of ranks",
-    "inference": _GENERATE,
     "linear": "PEFT's LoRA",
+    "load_ds_config": "DeepSpeedConfig",
     "model_implementations": _GENERATE,
     "module_inject": _GENERATE,
     "moe": "the MoE models of transformers, which stage 3 shards",
     "monitor": "the blocks tensorboard, wandb, comet and csv_monitor of the JSON",
-    "ops.adam.ZenFlowCPUAdam": "offload_optimizer.delayed_update of the JSON",
-    "ops.adam.ZenFlowSelectiveAdamW": "offload_optimizer.delayed_update of the JSON",
     "ops.deepspeed4science": _KERNELS,
     "ops.fp_quantizer": "torchao",
-    "ops.op_builder.EvoformerAttnBuilder": _KERNELS,
-    "ops.op_builder.FPQuantizerBuilder": "torchao",
-    "ops.op_builder.FlashAttentionBuilder": _KERNELS,
+    "ops.op_builder.*Quantizer*": "torchao",
     "ops.op_builder.GDSBuilder": "AsyncIOBuilder",
-    "ops.op_builder.InferenceBuilder": _GENERATE,
-    "ops.op_builder.InferenceCoreBuilder": _GENERATE,
-    "ops.op_builder.InferenceCutlassBuilder": _GENERATE,
-    "ops.op_builder.QuantizerBuilder": "torchao",
-    "ops.op_builder.RaggedOpsBuilder": _GENERATE,
-    "ops.op_builder.RaggedUtilsBuilder": _GENERATE,
+    "ops.op_builder.Ragged*": _GENERATE,
     "ops.op_builder.RandomLTDBuilder": "a sampler or a dataset of your own",
-    "ops.op_builder.SparseAttnBuilder": "torch.nn.attention.flex_attention",
-    "ops.op_builder.SpatialInferenceBuilder": _GENERATE,
-    "ops.op_builder.StochasticTransformerBuilder": _KERNELS,
-    "ops.op_builder.TransformerBuilder": _KERNELS,
+    "ops.op_builder.Sparse*": "torch.nn.attention.flex_attention",
+    "ops.op_builder.*Transformer*": _KERNELS,
+    "ops.op_builder.*Attn*": _KERNELS,
+    "ops.op_builder.*": "the native library, which is built with the package",
     "ops.quantizer": "torchao",
     "ops.sparse_attention": "torch.nn.attention.flex_attention",
     "ops.transformer": _KERNELS,
     "profiling": "the block flops_profiler of the JSON, and hf-zero profile",
-    "replace_transformer_layer": _GENERATE,
-    "revert_transformer_layer": _GENERATE,
+    "re*_transformer_layer": _GENERATE,
+    "runtime.activation_checkpointing.*": _CHECKPOINTING,
+    "runtime.config.*": "DeepSpeedConfig(config), by attribute or by key",
     "runtime.data_pipeline": "a sampler or a dataset of your own",
     "runtime.domino": "ZeRO without tensor parallelism",
+    "runtime.engine.*": "DeepSpeedEngine, and the block wall_clock_breakdown of the JSON",
+    "runtime.lr_schedules.*": "get_config_from_args, or the block scheduler of the JSON",
     "runtime.sequence_parallel": "torch.distributed.tensor.experimental.context_parallel, without hf_zero",
-    "runtime.tensor_parallel": "ZeRO stage 3",
+    "runtime.tensor_parallel": _WITHOUT_TENSOR_PARALLELISM,
+    "runtime.utils.*norm*": "gradient_clipping of the JSON, and engine.get_global_grad_norm",
+    "runtime.utils.*": "torch's own functions",
+    "runtime.zero.*": _ZERO,
     "sequence": "torch.distributed.tensor.experimental.context_parallel, without hf_zero",
-    "tp_model_init": "ZeRO stage 3",
+    "set_optimizer_flags": 'an optimizer block of the type "Muon"',
+    "utils.groups.*": f"{_WITHOUT_TENSOR_PARALLELISM}, whose groups are get_data_parallel_group",
+    "utils.logging.*": "log_dist and logger",
+    "utils.timer.*": "SynchronizedWallClockTimer and ThroughputTimer",
+    "utils.zero_to_fp32.*": "convert_zero_checkpoint_to_fp32_state_dict, or hf-zero consolidate",
+    "utils.*": "the safe_get and safe_set functions, and the leaf modules, of deepspeed.utils",
+    "zero.DeepSpeed*": _ZERO,
+    "zero.ZeroParamType": _ZERO,
 }
 
 
 def refuse(path: str) -> None:
     """Raise NotImplementedError if `path`, as "moe.layer", is out of scope or inside of what is."""
     for feature, instead in _INSTEAD.items():
-        if path == feature or path.startswith(f"{feature}."):
-            raise NotImplementedError(f"hf_zero has no deepspeed.{feature}: use {instead}.")
+        if any(fnmatchcase(path.lower(), pattern.lower()) for pattern in (feature, f"{feature}.*")):
+            named = path if "*" in feature else feature
+            raise NotImplementedError(f"hf_zero has no deepspeed.{named}: use {instead}.")

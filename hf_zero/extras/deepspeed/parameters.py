@@ -1,37 +1,51 @@
-"""DeepSpeed's attributes of a parameter at stage 3, as `ds_shape` and `ds_status`. facade.py puts them there."""
+"""DeepSpeed's attributes of a parameter at stage 3 and inside zero.Init, as `ds_shape`. facade.py puts them there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_zero.access.local import local_param
 from hf_zero.access.param_location import ParamLocation, find_parameter
+from hf_zero.engine.sharded_init import open_construction
 from hf_zero.extras.deepspeed.zero import ZeroParamStatus
+from hf_zero.sharding.param_index import ParamPlace
 from hf_zero.sharding.unit import UnitState
 
 _STATUS = {UnitState.SHARDED: ZeroParamStatus.NOT_AVAILABLE, UnitState.UNSHARDING: ZeroParamStatus.INFLIGHT}
+# Parameters under construction are numbered as they are asked; that is the same on all ranks if all of them ask.
+_numbers: MutableMapping[nn.Parameter, int] = WeakIdKeyDictionary()
+_next = itertools.count()
 
 
-def _id(param: nn.Parameter, place: ParamLocation) -> int:
+def _id(param: nn.Parameter, place: ParamPlace | None) -> int:
     """Return the place of the parameter among those of its model, which is the same on all ranks."""
-    return next(number for number, one in enumerate(place.engine.module.parameters()) if one is param)
+    if isinstance(place, ParamLocation):
+        return next(number for number, one in enumerate(place.engine.module.parameters()) if one is param)
+    return _numbers[param] if param in _numbers else _numbers.setdefault(param, next(_next))
 
 
-def _status(param: nn.Parameter, place: ParamLocation) -> ZeroParamStatus:
-    return _STATUS.get(place.unit.state, ZeroParamStatus.AVAILABLE)
+def _status(param: nn.Parameter, place: ParamPlace | None) -> ZeroParamStatus:
+    return ZeroParamStatus.AVAILABLE if place is None else _STATUS.get(place.unit.state, ZeroParamStatus.AVAILABLE)
 
 
-def _tensor(param: nn.Parameter, place: ParamLocation) -> torch.Tensor:
+def _tensor(param: nn.Parameter, place: ParamPlace | None) -> torch.Tensor:
     """Return a copy of what this rank owns of the parameter, 1-D."""
-    piece = local_param(param)
-    return torch.empty(0, dtype=param.dtype) if piece is None else piece.values.to(param.dtype)
+    if place is None:
+        raise AttributeError("this parameter is still under construction, and in no shards yet: it has no ds_tensor")
+    if place.slice is None:
+        return torch.empty(0, dtype=param.dtype)
+    if isinstance(place, ParamLocation) and (piece := local_param(param)) is not None:
+        return piece.values.to(param.dtype)
+    return place.flat.shard.read_slice(place.slice).clone()
 
 
-_ANSWERS: dict[str, Callable[[nn.Parameter, ParamLocation], Any]] = {
+ANSWERS: dict[str, Callable[[nn.Parameter, ParamPlace | None], Any]] = {
     "ds_id": _id,
     "ds_numel": lambda param, _: param.numel(),
     "ds_shape": lambda param, _: param.shape,
@@ -40,9 +54,15 @@ _ANSWERS: dict[str, Callable[[nn.Parameter, ParamLocation], Any]] = {
 }
 
 
-def answer(param: nn.Parameter, name: str) -> Any:
-    """Return what DeepSpeed's attribute `name` says; raise AttributeError for parameters that are not at stage 3."""
-    place = find_parameter(param, None)
-    if place is None or not place.engine.config.shards_parameters:
+def answer(name: str, param: nn.Parameter) -> Any:
+    """Return what DeepSpeed's attribute `name` says, at stage 3 and inside zero.Init; else raise AttributeError."""
+    place: ParamPlace | None = find_parameter(param, None)
+    construction = open_construction()
+    if isinstance(place, ParamLocation):
+        known = place.engine.config.shards_parameters
+    else:
+        known = construction is not None and param.is_floating_point() and not param.is_meta
+        place = construction.place_of(param) if construction is not None else None
+    if not known:
         raise AttributeError(f"this parameter is not at stage 3, so it has no {name}")
-    return _ANSWERS[name](param, place)
+    return ANSWERS[name](param, place)

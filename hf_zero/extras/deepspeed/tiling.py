@@ -1,4 +1,4 @@
-"""deepspeed.zero's TiledLinear: a linear layer that is computed tile by tile, by layers of torch."""
+"""deepspeed.zero's TiledLinear: a linear layer that is computed tile by tile, by layers of torch or of Megatron."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class TiledLinear(nn.Module):
     def forward(self, input_: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         is_split = self.input_is_already_split and self.in_splits > 1
         parts: Any = input_ if is_split else input_.tensor_split(self.in_splits, dim=-1)  # type: ignore[union-attr]
-        outputs = [sum(tile(part) for tile, part in zip(row, parts, strict=True)) for row in self._rows()]
-        return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
+        outputs = [self._add([tile(part) for tile, part in zip(row, parts, strict=True)]) for row in self._rows()]
+        return self._join(outputs) if self.combine_out_splits else outputs
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
@@ -79,6 +79,25 @@ class TiledLinear(nn.Module):
 
     def _rows(self) -> list[Any]:
         return list(self.linears)
+
+    def _add(self, outputs: list[Any]) -> Any:
+        """Return the output of a row from those of its tiles."""
+        return sum(outputs)
+
+    def _join(self, outputs: list[Any]) -> Any:
+        """Return the output of the layer from those of its rows."""
+        return torch.cat(outputs, dim=-1)
+
+
+class TiledLinearReturnBias(TiledLinear):
+    """A TiledLinear of layers that return (output, bias), as Megatron's do; so does its forward."""
+
+    def _add(self, outputs: list[Any]) -> Any:
+        return sum(output for output, _ in outputs), outputs[-1][1]
+
+    def _join(self, outputs: list[Any]) -> Any:
+        biases = [bias for _, bias in outputs if bias is not None]
+        return torch.cat([output for output, _ in outputs], dim=-1), torch.cat(biases, dim=-1) if biases else None
 
 
 def _sizes(total: int, parts: int) -> list[int]:

@@ -14,6 +14,7 @@ from torch import nn
 from hf_zero.distributed.processes import join_processes
 from hf_zero.errors import ConfigError
 from hf_zero.extras.monitors.memory_usage import log_memory_usage
+from hf_zero.extras.pipeline.layer_partition import split_balanced, split_uniform
 from hf_zero.extras.pipeline.topology import PipelineGrid, ProcessTopology
 from hf_zero.optim.schedule_types import TYPES
 
@@ -128,6 +129,18 @@ class PipelineParallelGrid(PipelineGrid):
             raise ConfigError("PipelineParallelGrid(process_group=...): stages span all ranks; remove it")
         world_size = join_processes()
         super().__init__(topology, dist.get_rank() if dist.is_initialized() else 0, world_size)
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Return the bounds of contiguous parts, the heaviest as light as can be; the last ones are empty if need be."""
+    enough = len(weights) >= num_parts
+    return split_balanced(weights, num_parts) if enough else split_uniform(len(weights), num_parts)
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `func`, whose calls torch's profiler shows by its name."""
+    decorated: Callable[..., Any] = torch.profiler.record_function(func.__qualname__)(func)
+    return decorated
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:

@@ -1,0 +1,281 @@
+"""Names of DeepSpeed that programs import beside the engine: loaders, timers, options, partitions, layers."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.extras.deepspeed import optimizer as optimizer_names
+from hf_zero.extras.deepspeed import parameters as parameter_names
+from hf_zero.extras.deepspeed.zero import Init, ZeroParamStatus
+from tests.harness.ranks import run_ranks
+
+
+def room(path: str) -> Any:
+    return importlib.import_module(f"hf_zero.{path}")
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def is_past(self, mark: float) -> bool:
+        return True
+
+    def ms(self, start: float, end: float) -> float:
+        return end - start
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("hf_zero.extras.deepspeed.timer.clock_of", lambda _: made)
+    return made
+
+
+# -------------------------------------------------------------------- data
+def loaded() -> tuple[list[int], int]:
+    loader = room("runtime.dataloader").DeepSpeedDataLoader
+    started = []
+    timer = SimpleNamespace(start=lambda: started.append(1))
+    mine = loader(list(range(8)), 2, False, 0, timer, num_local_io_workers=0, dataloader_drop_last=True)
+    assert all(len(batch) == 2 for batch in mine) and len(mine) == 2
+    return [int(one) for batch in mine for one in batch], len(started)
+
+
+def test_a_loader_has_this_ranks_share() -> None:
+    outcomes = run_ranks(loaded, 2)
+    assert sorted(outcomes[0][0] + outcomes[1][0]) == list(range(8))
+    assert [started for _, started in outcomes] == [4, 4]  # two passes of two batches
+
+
+def test_a_loader_of_one_process_has_all_data() -> None:
+    loader = room("runtime.dataloader").DeepSpeedDataLoader
+    whole = loader(list(range(8)), 4, False, -1, None, num_local_io_workers=0)
+    assert sorted(int(one) for batch in whole for one in batch) == list(range(8))
+    with pytest.raises(NotImplementedError, match=r"runtime\.data_pipeline: use a sampler"):
+        loader([1], 1, False, -1, None, deepspeed_dataloader_config={"curriculum_learning": True})
+
+
+# -------------------------------------------------------------------- time
+def test_timers_by_name(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    timers = room("utils.timer").SynchronizedWallClockTimer()
+    for _ in range(2):
+        timers("forward").start()
+        clock.now += 3
+        timers("forward").stop()
+    assert timers("forward").elapsed(reset=False) == 6
+    timers("forward").start()
+    clock.now += 4
+    assert timers("forward").elapsed() == 10  # and it goes on
+    clock.now += 1
+    timers("forward").stop()
+    timers.log(["forward", "nothing"], normalizer=2)
+    timers.log(["forward"], ranks=[1])
+    assert "time (ms) | forward: 0.50" in caplog.text and caplog.text.count("forward") == 1
+    assert timers("forward").elapsed() == 0 and list(timers.get_timers()) == ["forward"]
+    timers("forward").start()
+    clock.now += 4
+    timers("forward").reset()
+    assert timers("forward").elapsed() == 0
+
+
+def test_samples_per_second(clock: Clock) -> None:
+    lines: list[str] = []
+    config = SimpleNamespace(enabled=True)
+    timer = room("utils.timer").ThroughputTimer(config, 10, start_step=1, steps_per_output=3, logging_fn=lines.append)
+    assert timer.avg_samples_per_sec() == float("-inf")
+    for ms in (500, 100, 300):
+        for micro in range(2):
+            timer.start()
+            clock.now += ms / 2
+            timer.stop(global_step=micro == 1)
+            clock.now += 77  # between stop and start, which does not count
+    timer.update_epoch_count()
+    assert timer.avg_samples_per_sec() == pytest.approx(10 * 2 / 0.4) and timer.micro_step_count == 0
+    assert len(lines) == 1 and "micro_step=6/global_step=3, RunningAvgSamplesPerSec=50.0" in lines[0]
+    config.enabled = False
+    timer.start()
+    clock.now += 100
+    timer.stop(global_step=True)
+    assert timer.global_step_count == 3
+
+
+def test_a_function_is_a_range_in_a_profile() -> None:
+    def doubled(value: int) -> int:
+        return 2 * value
+
+    with torch.profiler.profile() as profile:
+        assert room("utils").instrument_w_nvtx(doubled)(3) == 6
+    assert any("doubled" in event.key for event in profile.key_averages())
+
+
+# -------------------------------------------------------------------- options
+def test_options_of_a_schedule() -> None:
+    schedules = room("runtime.lr_schedules")
+    parser = schedules.add_tuning_arguments(argparse.ArgumentParser())
+    given = "--lr_schedule OneCycle --cycle_min_lr 0.1 --cycle_max_lr 0.5 --cycle_first_step_size 4".split()
+    block, wrong = schedules.get_config_from_args(parser.parse_args(given))
+    assert wrong is None and block["params"]["decay_step_size"] == 1000
+    assert "cycle_second_step_size" not in block["params"]  # the first one's
+    model = nn.Linear(3, 2)
+    engine, _, _, _ = hf_zero.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+            "scheduler": block,
+        },
+    )
+    rates = []
+    for _ in range(8):
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        engine.step()
+        rates += engine.get_lr()
+    assert max(rates) == rates[3] == pytest.approx(0.5) and rates[7] == pytest.approx(0.1)
+    for given, said in (([], "not specified"), (["--lr_schedule", "Sine"], "Sine is not supported")):
+        block, wrong = schedules.get_config_from_args(parser.parse_args(given))
+        assert block is None and said in wrong
+
+
+# -------------------------------------------------------------------- layers
+class ReturnsBias(nn.Linear):
+    """A linear layer as Megatron's: the bias is for the caller to add."""
+
+    def forward(self, given: torch.Tensor) -> Any:
+        return nn.functional.linear(given, self.weight), self.bias
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_tiles_that_return_their_bias(bias: bool) -> None:
+    plain = nn.Linear(7, 5, bias=bias)
+    tiled = room("zero").TiledLinearReturnBias(
+        7, 5, bias=bias, in_splits=3, out_splits=2, linear_cls=ReturnsBias, init_linear=plain
+    )
+    given = torch.randn(2, 7)
+    output, added = tiled(given)
+    torch.testing.assert_close(output, given @ plain.weight.T)
+    assert torch.equal(added, plain.bias) if bias else added is None
+
+
+def test_parts_of_a_row_of_layers() -> None:
+    utils = room("runtime.utils")
+    assert utils.partition_uniform(7, 3) == [0, 3, 5, 7] and utils.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
+    assert utils.partition_balanced([1, 2, 5, 1], 2) == [0, 2, 4]
+    assert utils.partition_balanced([3, 4], 3) == [0, 1, 2, 2]
+
+
+def test_flat_copies() -> None:
+    utils = room("ops.op_builder").UtilsBuilder().load()
+    parts = [torch.rand(2, 3), torch.rand(4)]
+    flat = utils.flatten(parts)
+    assert flat.shape == (10,)
+    assert all(torch.equal(*pair) for pair in zip(utils.unflatten(flat, parts), parts, strict=True))
+
+
+# -------------------------------------------------------------------- ranks
+def ranks() -> tuple[Any, ...]:
+    comm, groups = room("comm"), room("utils.groups")
+    assert comm.has_reduce_scatter_tensor() and comm.has_coalescing_manager()
+    assert room("accelerator").is_current_accelerator_supported()
+    ranks = comm.get_all_ranks_from_group(groups.get_data_parallel_group())
+    return ranks, groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
+
+
+def test_ranks_that_share_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(ranks, 2) == [([0, 1], 0, 2), ([0, 1], 1, 2)]
+    comm = room("comm")
+    for name, value in (
+        ("RANK", "5"),
+        ("LOCAL_RANK", "1"),
+        ("WORLD_SIZE", "8"),
+        ("MASTER_ADDR", "a"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert comm.get_world_rank_from_launcher() == 5 and comm.get_local_rank_from_launcher() == 1
+    assert comm.get_world_size_from_launcher() == 8
+
+
+def config_of(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+
+
+def weights(stage: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Train for a step; return the attribute's tensors, and all weights of each group, sorted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    engine = hf_zero.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(groups, lr=0.1),
+        config={**config_of(stage), "bf16": {"enabled": True}},
+    )[0]
+    engine.backward(engine(torch.ones(1, 5, dtype=torch.bfloat16)).sum())
+    engine.step()
+    other = {1: "fp32_partitioned_groups_flat", 3: "single_partition_of_fp32_groups"}[stage]
+    name = {3: "fp32_partitioned_groups_flat", 1: "single_partition_of_fp32_groups"}[stage]
+    with pytest.raises(AttributeError, match="is not at stage"):
+        optimizer_names.answer(other, engine.optimizer)
+    full = [
+        torch.cat([hf_zero.full_optimizer_state(one, "master").reshape(-1) for one in layer.parameters()])
+        for layer in model
+    ]
+    return optimizer_names.answer(name, engine.optimizer), full
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp32_weights_of_the_param_groups(stage: int) -> None:
+    """The ranks' pieces together are the masters, once each, which bf16 cannot hold."""
+    outcomes = run_ranks(weights, 2, stage)
+    for number, full in enumerate(outcomes[0][1]):
+        pieces = torch.cat([mine[number] for mine, _ in outcomes])
+        assert pieces.dtype == torch.float32 and not torch.equal(full, full.bfloat16().float())
+        assert torch.equal(pieces.sort().values, full.sort().values)
+
+
+def under_construction() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4, bias=False))
+            self.head = nn.Linear(4, 2, bias=False)
+            for weight in (self.inner[0].weight, self.head.weight):
+                seen.append(
+                    tuple(parameter_names.answer(name, weight) for name in ("ds_shape", "ds_numel", "ds_status"))
+                )
+            assert parameter_names.answer("ds_tensor", self.inner[0].weight).numel() == 8
+            numbers = [parameter_names.answer("ds_id", one) for one in self.parameters()]
+            assert numbers == [parameter_names.answer("ds_id", one) for one in self.parameters()]
+            assert len(set(numbers)) == 2
+            with pytest.raises(AttributeError, match="in no shards yet"):
+                parameter_names.answer("ds_tensor", self.head.weight)
+
+    with Init(config_dict_or_path=config_of(3)):
+        model = Net()
+    assert seen == [((4, 4), 16, ZeroParamStatus.NOT_AVAILABLE), ((2, 4), 8, ZeroParamStatus.AVAILABLE)]
+    engine = hf_zero.initialize(model=model, config=config_of(3))[0]
+    status = [parameter_names.answer("ds_status", one) for one in engine.module.parameters()]
+    assert status == [ZeroParamStatus.NOT_AVAILABLE] * 2
+    with pytest.raises(AttributeError, match="is not at stage 3, so it has no ds_id"):
+        parameter_names.answer("ds_id", nn.Parameter(torch.ones(1)))
+
+
+def test_attributes_of_parameters_under_construction() -> None:
+    run_ranks(under_construction, 2)
