@@ -245,6 +245,22 @@ def _of_groups(get: Get) -> Iterator[Conflict]:
             yield Conflict(GROUP, f"{path} is {show(get(path))}, and {wrong}", "Remove one of them.")
 
 
+def _of_quantized(get: Get) -> Iterator[Conflict]:
+    for name, least, why in (
+        ("zero_quantized_weights", 3, "parameters are gathered for a forward and a backward at stage 3 only"),
+        ("zero_quantized_gradients", 1, "gradients are not sharded at stage 0"),
+    ):
+        path = f"{ZERO}.{name}"
+        if get(path) is not True:
+            continue
+        if get(STAGE) < least:
+            yield Conflict(path, f"the stage is {get(STAGE)}, and {why}", f"Set {STAGE} to {least}, or remove it.")
+        if get("msamp.enabled") is True:
+            yield Conflict(path, "msamp.enabled is true, whose gradients are in 8 bits anyway", "Remove one of them.")
+        if name == "zero_quantized_gradients" and get(f"{ZERO}.reduce_scatter") is False:
+            yield Conflict(path, f"{ZERO}.reduce_scatter is false, and an all-reduce is exact", "Remove one of them.")
+
+
 def _of_fp8(get: Get) -> Iterator[Conflict]:
     if get("msamp.enabled") is not True:
         return
@@ -334,6 +350,7 @@ _CONFLICTS = (
     _of_bf16_masters,
     _of_reduction,
     _of_groups,
+    _of_quantized,
     _of_fp8,
     _of_accumulation,
     _of_activations,

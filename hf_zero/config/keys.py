@@ -51,7 +51,8 @@ DECLARED = (
 )
 
 _FP32_MASTERS = "Remove it: masters are kept in fp32."
-_ZEROPP = "Remove it: parameters and gradients are exchanged in their own precision."
+_NONTRAINABLE = "Remove it: zero_quantized_weights is about the messages of frozen parameters too."
+_LOCO = "Remove it: what zero_quantized_gradients rounds off is not added to the next step's gradients."
 _GROUPS = "with sharding_group a parameter is gathered across groups once a step, and then within them"
 _COMPILE = "Remove it; torch.compile works on the layers of the model."
 _DROP = "Remove it, or set it to its default."
@@ -190,11 +191,8 @@ ZERO_KEYS: dict[str, Entry] = {
         always=True, keys={name: Texts(no_effect=_WHOLE_LAYERS) for name in ("classes", "names", "name_suffixes")}
     ),
     "zenflow": refused_block(_DROP_BLOCK),
-    **{
-        f"zero_quantized_{kind}": Flag(False, auto=True, refused=_ZEROPP)
-        for kind in ("weights", "nontrainable_weights", "gradients")
-    },
-    "zeropp_loco_param": refused_block(_ZEROPP),
+    "zero_quantized_nontrainable_weights": Flag(False, auto=True, refused=_NONTRAINABLE),
+    "zeropp_loco_param": refused_block(_LOCO),
     "mics_hierarchical_params_gather": Flag(False, auto=True, no_effect=_GROUPS),
     # Names without the prefix, deprecated names, and a block that old files keep here.
     **{name: Alias(target=f"{ZERO}.stage3_{name}") for name in _WITHOUT_PREFIX},

@@ -367,6 +367,12 @@ class ZeroSection:
         "The ranks that form a group, in which parameters are sharded at stage 3 and exchanges mostly stay.",
         RankGroup("all", low=None),
     )
+    zero_quantized_weights: bool = key(
+        "Gather parameters for forward and backward across groups, or hosts, as 8-bit blocks.", Flag(False, auto=True)
+    )
+    zero_quantized_gradients: bool = key(
+        "Sum gradients across groups, or hosts, from 8-bit blocks.", Flag(False, auto=True)
+    )
     ignore_unused_parameters: bool = key(
         "Let parameters have no gradient in a step; false makes that an error.", Flag(True, auto=True)
     )

@@ -15,14 +15,15 @@ import collections
 import contextlib
 import functools
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
 from hf_zero.distributed.backend_calls import COALESCED, exchange
+from hf_zero.distributed.block_quantization import message_bytes, sum_messages
 from hf_zero.distributed.coalesced import Coalesced
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.group_work import CLOSED, DeviceWork, HostWork
@@ -55,6 +56,7 @@ _FIRST_BYTES = 504
 _OBJECTS_TAG = 0  # of all objects: ranks that gather different ones meet, and their digests differ
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever device is the default at the import
 _T = TypeVar("_T")
+Quantized = Literal["weights", "gradients"]
 
 
 class Comm:
@@ -79,6 +81,7 @@ class Comm:
         self.coalesces = False  # several tensors can travel in one operation
         self.groups: RankGroups | None = None  # shards are in groups of ranks: see shard_in_groups
         self.routes: RankGroups | None = None  # gathers and reduce-scatters take two steps: [Note: Two steps]
+        self.quantizes = frozenset[Quantized]()  # see quantize
         self._hosts: list[str] = []  # of the run's ranks
         self.observers: list[Observer] = []
         self.join_block: JoinBlock | None = None  # while ranks without data follow the others
@@ -169,15 +172,36 @@ class Comm:
         if (size := sizes[group.number]) < self.world_size:
             self.groups = self.routes = RankGroups.of(self.rank, self.world_size, size)
 
-    def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
-        """Start filling `full` (1-D) with the `part` of every rank, in rank order. `part` may lie inside `full`."""
-        self._record("all_gather", what, full)
+    def quantize(self, kinds: Collection[Quantized]) -> bool:
+        """Let messages of these kinds be 8-bit blocks from now on where they leave a group, or else a host.
+
+        Returns whether any leaves one; if none does nothing changes. After `shard_in_groups`. All ranks of the world
+        must call.
+        """
+        group = self._processes
+        if group is not None and kinds and self.routes is None and (self.computes_on_host or self.coalesces):
+            sizes = [ranks_per_host([self._hosts[rank] for rank in ranks]) for ranks in group.groups]
+            known = [size for size in sizes if size is not None]
+            if len(known) == len(sizes) and known[group.number] < self.world_size:
+                if not self.computes_on_host:
+                    group.split(known)
+                self.routes = RankGroups.of(self.rank, self.world_size, known[group.number])
+        self.quantizes = frozenset(kinds) if self.routes is not None else frozenset()
+        return bool(self.quantizes)
+
+    def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str, *, may_quantize: bool = False) -> Pending:
+        """Start filling `full` (1-D) with the `part` of every rank, in rank order. `part` may lie inside `full`.
+
+        `may_quantize`: It is about weights, and `quantize` is obeyed.
+        """
+        quantized = may_quantize and "weights" in self.quantizes
+        self._record("all_gather", f"{what} in 8 bits" if quantized else what, full)
         if self._processes is None:
             if full.data_ptr() != part.data_ptr():
                 full.copy_(part)
             return Done()
         if self.routes is not None:
-            return self._gather_in_steps(self.routes, full, None, part, what)
+            return self._gather_in_steps(self.routes, full, None, part, what, quantized=quantized)
         if self._block is not None:
             return self._block.add("all_gather", full, part)
         title = f"all-gather of {what}"
@@ -187,16 +211,24 @@ class Comm:
             return self._begin(functools.partial(all_gather_single, full, part), title)
 
     def all_gather_in_group(
-        self, full: torch.Tensor, row: torch.Tensor, part: torch.Tensor | None, what: str
+        self,
+        full: torch.Tensor,
+        row: torch.Tensor,
+        part: torch.Tensor | None,
+        what: str,
+        *,
+        may_quantize: bool = False,
     ) -> Pending:
         """Start filling `full` (1-D) from the `row` of every rank of this one's group, as `all_gather` fills it.
 
         `part`: This rank's part; `row` is filled from those across the groups before. None: it has been before. There
-        must be `groups`.
+        must be `groups`. `may_quantize`: as for `all_gather`.
         """
-        self._record("all_gather", what if part is None else f"{what} of all groups", full)
+        quantized = may_quantize and part is not None and "weights" in self.quantizes
+        crossing = f"{what} of all groups in 8 bits" if quantized else f"{what} of all groups"
+        self._record("all_gather", what if part is None else crossing, full)
         assert self.groups is not None
-        return self._gather_in_steps(self.groups, full, row, part, what)
+        return self._gather_in_steps(self.groups, full, row, part, what, quantized=quantized)
 
     def coalesced(self, what: str, *, in_background: bool = False) -> contextlib.AbstractContextManager[None]:
         """Make one operation of the all-gathers that are started inside the block, and of the reduce-scatters, and of
@@ -224,21 +256,28 @@ class Comm:
             block.drop()
 
     def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        what: str,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        may_quantize: bool = False,
     ) -> Pending:
         """Start summing `full` (1-D) over ranks, rank r keeping the r-th part in `out`, which may lie inside `full`.
 
         `wire_dtype` is the type that travels; the sum is taken in `out`'s type on gloo, in the wire type on NCCL.
-        `full` must not change before `wait` returns.
+        `full` must not change before `wait` returns. `may_quantize`: It is about gradients, and `quantize` is obeyed.
         """
+        quantized = may_quantize and "gradients" in self.quantizes
         wire = full if self._processes is None or wire_dtype is None else full.to(wire_dtype)
-        self._record("reduce_scatter", what, wire)
+        self._record("reduce_scatter", f"{what} in 8 bits" if quantized else what, wire)
         if self._processes is None:
             if full.data_ptr() != out.data_ptr():
                 out.copy_(full)
             return Done()
         if self.routes is not None:
-            return self._reduce_in_steps(self.routes, out, wire, what)
+            return self._reduce_in_steps(self.routes, out, wire, what, quantized=quantized)
         title = f"reduce-scatter of {what}"
         with _profiled(f"hf_zero::reduce ({what})"):
             if self.backend == "gloo":
@@ -603,28 +642,44 @@ class Comm:
         return self._exchange(received.chunk(self.world_size), sent.chunk(self.world_size), what, finish)
 
     def _gather_in_steps(
-        self, groups: RankGroups, full: torch.Tensor, row: torch.Tensor | None, part: torch.Tensor | None, what: str
+        self,
+        groups: RankGroups,
+        full: torch.Tensor,
+        row: torch.Tensor | None,
+        part: torch.Tensor | None,
+        what: str,
+        *,
+        quantized: bool,
     ) -> Pending:
         """`row`: memory for what the ranks at this one's place own; None: nobody needs it afterwards."""
         with _profiled(f"hf_zero::gather ({what})"):
             if self.backend == "gloo":
                 parts = full.chunk(self.world_size)
                 places = [parts[rank] for rank in groups.across] if row is None else row.chunk(groups.number)
-                steps = self._message_steps(groups)
+                steps = self._message_steps(groups, quantized=quantized)
                 return self._on_host(functools.partial(steps.gather, parts, places, part), f"all-gather of {what}")
             row = full.new_empty(full.numel() // groups.size) if row is None else row
-            call = functools.partial(self._device_steps(groups).gather, full, row, part)
+            call = functools.partial(self._device_steps(groups, quantized=quantized).gather, full, row, part)
             return self._begin(call, f"all-gather of {what}")
 
-    def _reduce_in_steps(self, groups: RankGroups, out: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
+    def _reduce_in_steps(
+        self, groups: RankGroups, out: torch.Tensor, wire: torch.Tensor, what: str, *, quantized: bool
+    ) -> Pending:
         numel = wire.numel() // groups.size
         title = f"reduce-scatter of {what}"
         with _profiled(f"hf_zero::reduce ({what})"):
             if self.backend == "gloo":
                 piece, received = self._acquire(wire.numel(), wire.dtype)
                 other, sums = self._acquire(numel, out.dtype)
-                send = functools.partial(self._message_steps(groups).reduce, out, wire, received, sums)
+                steps = self._message_steps(groups, quantized=quantized)
+                send = functools.partial(steps.reduce, out, wire, received, sums)
                 return self._on_host(send, title, functools.partial(self._release, piece, other))
+            if quantized:
+                shape = groups.number, message_bytes(out.numel())
+                received, sent = (torch.empty(shape, dtype=torch.uint8, device=out.device) for _ in range(2))
+                start, sums = self._device_steps(groups).reduce_to_messages, wire.new_empty(numel)
+                call = functools.partial(start, received, wire, sums, sent)
+                return self._begin(call, title, functools.partial(sum_messages, out, received))
             result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
             call = functools.partial(self._device_steps(groups).reduce, result, wire, wire.new_empty(numel))
             return self._begin(call, title, None if result is out else functools.partial(out.copy_, result))
@@ -647,15 +702,15 @@ class Comm:
             self._starting(pending)
         return pending
 
-    def _message_steps(self, groups: RankGroups) -> MessageSteps:
+    def _message_steps(self, groups: RankGroups, *, quantized: bool = False) -> MessageSteps:
         assert self._processes is not None
-        return MessageSteps(groups, self.rank, self._processes.log.tag)
+        return MessageSteps(groups, self.rank, self._processes.log.tag, quantized)
 
-    def _device_steps(self, groups: RankGroups) -> DeviceSteps:
+    def _device_steps(self, groups: RankGroups, *, quantized: bool = False) -> DeviceSteps:
         assert self._processes is not None
         if self._beside is None:
             self._beside = torch.Stream(self.device)
-        return DeviceSteps(groups, self._beside, *self._processes.levels())
+        return DeviceSteps(groups, self._beside, *self._processes.levels(), quantized)
 
     def _acquire(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a piece of the pool, and a tensor in it."""

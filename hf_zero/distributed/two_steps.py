@@ -13,6 +13,9 @@ So a group sends each part that its ranks own to every other group once, and a g
 comes out is what one step gives, but for the order of additions: inside the group first, then over the groups in
 order. A row that is kept after the first step makes the next gather one that stays inside the group; and sums that are
 kept after the first step need the second one only when no more will be added.
+
+Where the steps are `quantized`, what crosses is 8-bit blocks, each quantized once: a part before a gather, from which
+its owner fills its row too, and a group's sums before they are added up. All else is exact.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hf_zero.distributed.backend_calls import COALESCED, start_messages
+from hf_zero.distributed.block_quantization import dequantize, quantize, sum_messages
 from hf_zero.distributed.rank_groups import RankGroups
 from hf_zero.distributed.torch_names import all_gather_single, reduce_scatter_single
 
@@ -37,6 +42,7 @@ class MessageSteps:
     groups: RankGroups
     rank: int
     tag: int
+    quantized: bool = False
 
     def gather(
         self, full: Sequence[torch.Tensor], row: Sequence[torch.Tensor], part: torch.Tensor | None, group: Any
@@ -47,7 +53,11 @@ class MessageSteps:
             full: The parts of all ranks.
             row: The parts of the ranks at this one's place, which may be those of `full`.
         """
-        if part is not None:
+        if part is not None and self.quantized:
+            messages = quantize(part.unsqueeze(0)).expand(self.groups.number, -1)
+            for place, values in zip(row, dequantize(self._cross(messages, group), part.numel()), strict=True):
+                place.copy_(values)
+        elif part is not None:
             self._run([(row, [part] * self.groups.number)], self.groups.across, group)
         mine = [[one] * self.groups.size for one in row]
         self._run(zip(self._by_group(full), mine, strict=True), self.groups.inside, group)
@@ -63,6 +73,9 @@ class MessageSteps:
         """
         self.reduce_inside(sums, full, received, group)
         number = self.groups.number
+        if self.quantized:
+            sum_messages(out, self._cross(quantize(sums.view(number, -1)), group))
+            return
         by_group = received[: sums.numel()].view(number, -1)  # what was received has been summed
         sent = sums.to(full.dtype).view(number, -1)
         self._run([(by_group.unbind(), sent.unbind())], self.groups.across, group)
@@ -74,6 +87,12 @@ class MessageSteps:
         places = [list(one) for one in received.view(size, number, -1).unbind(1)]
         self._run(zip(places, self._by_group(full.chunk(size * number)), strict=True), self.groups.inside, group)
         _sum(received.view(size, -1), row)
+
+    def _cross(self, messages: torch.Tensor, group: Any) -> torch.Tensor:
+        """Send the i-th message to the i-th rank across; return what comes."""
+        received = torch.empty(messages.shape, dtype=messages.dtype, device=messages.device)
+        self._run([(received.unbind(), messages.unbind())], self.groups.across, group)
+        return received
 
     def _by_group(self, parts: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         return [parts[start : start + self.groups.size] for start in range(0, len(parts), self.groups.size)]
@@ -117,12 +136,18 @@ class DeviceSteps:
     beside: torch.Stream
     inside: Any
     across: Any
+    quantized: bool = False
 
     def gather(self, full: torch.Tensor, row: torch.Tensor, part: torch.Tensor | None, **call: Any) -> StepsWork:
         """Start what MessageSteps.gather does, of tensors as they are."""
         number = self.groups.number
         with self._after_compute():
-            if part is not None:
+            if part is not None and self.quantized:
+                message = quantize(part.unsqueeze(0))
+                received = message.new_empty(number, message.shape[1])
+                all_gather_single(received, message, group=self.across, async_op=True).wait()
+                row.view(number, -1).copy_(dequantize(received, part.numel()))
+            elif part is not None:
                 all_gather_single(row, part, group=self.across, async_op=True).wait()
             places, mine = list(full.chunk(number)), list(row.chunk(number))
             work = COALESCED["all_gather"](places, mine, group=self.inside, async_op=True)
@@ -134,6 +159,20 @@ class DeviceSteps:
             self.reduce_inside(sums, full).wait()
             work = reduce_scatter_single(out, sums, group=self.across, async_op=True)
         return StepsWork(work, [full, sums])
+
+    def reduce_to_messages(
+        self, received: torch.Tensor, full: torch.Tensor, sums: torch.Tensor, sent: torch.Tensor, **call: Any
+    ) -> StepsWork:
+        """Start what MessageSteps.reduce does, up to the messages of all groups about this rank's part.
+
+        Args:
+            received, sent: Memory for as many messages as there are groups.
+        """
+        with self._after_compute():
+            self.reduce_inside(sums, full).wait()
+            sent.copy_(quantize(sums.view(self.groups.number, -1)))
+            work = dist.all_to_all_single(received, sent, group=self.across, async_op=True)
+        return StepsWork(work, [full, sums, sent])
 
     def reduce_inside(self, row: torch.Tensor, full: torch.Tensor, **call: Any) -> Any:
         """Start the first step alone; returns torch's Work."""

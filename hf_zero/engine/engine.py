@@ -582,7 +582,7 @@ class ZeroEngine(DeepSpeedNames):
         except CheckpointError as error:  # of all ranks: they go on to the end together
             failed = error
         for unit in self.units:
-            self.params.unshard(unit)
+            self.params.unshard(unit, exact=True)
             for flat in unit.flats:
                 flat.detach()
         self.placements.close()

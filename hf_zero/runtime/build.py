@@ -73,6 +73,9 @@ def build_units(
 
         comm.agree("FP8 layers", convert, ConfigError)
     comm.shard_in_groups(settings.sharding_group)
+    if not comm.quantize(settings.quantized) and settings.quantized and comm.run_rank == 0:
+        keys = " and ".join(f"zero_optimization.zero_quantized_{kind}" for kind in settings.quantized)
+        logger.warning("%s = true has no effect: no message leaves a host, nor a sharding_group", keys)
     drafted = flat_param_specs(model, settings, comm)
     if not comm.computes_on_host:
         look = functools.partial(refuse_types, drafted, settings, comm.device)

@@ -53,6 +53,11 @@ class FullWeights:
     @contextlib.contextmanager
     def gathered(self, units: Iterable[ShardUnit]) -> Iterator[None]:
         """Unshard `units` inside the block, for reading. All ranks must call."""
+        units = list(units)
+        with torch.no_grad():
+            for unit in units:
+                if not unit.is_exact:  # it was gathered for a forward or a backward
+                    self._params.unshard(unit, exact=True, wait=unit.state is UnitState.UNSHARDED)
         wanted = [unit for unit in units if unit.state is not UnitState.UNSHARDED]
         if wanted:
             with self._comm.coalesced("weights"):

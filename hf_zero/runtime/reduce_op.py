@@ -58,7 +58,8 @@ class Reduction:
         """Start a reduce-scatter: this rank's part of the sum of `full` goes to `out`. `full` is changed."""
         after = self._divide(comm, full)
         if self.scatters:
-            return _finished(comm.reduce_scatter(out, full, what, wire_dtype=wire_dtype), out, out, after)
+            pending = comm.reduce_scatter(out, full, what, wire_dtype=wire_dtype, may_quantize=True)
+            return _finished(pending, out, out, after)
         part = full.chunk(comm.world_size)[comm.rank]
         return _finished(comm.all_reduce(full, what, wire_dtype=wire_dtype), part, out, after)
 

@@ -85,7 +85,7 @@ class Unfreeze:
             new = [old]
         else:
             with torch.no_grad():
-                self._params.unshard(unit)
+                self._params.unshard(unit, exact=True)
                 new = [
                     self._copy(flat_spec, placement, old, comm)
                     for flat_spec, placement in zip(flat_specs, placements, strict=True)

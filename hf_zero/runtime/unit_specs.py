@@ -29,7 +29,7 @@ from torch import nn
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.resolved import Fp8Section
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.comm import Comm, Quantized
 from hf_zero.fp8.linears import fp8_weights
 from hf_zero.layout import UnitLayout
 from hf_zero.runtime.device_types import refuse_missing_types
@@ -133,6 +133,7 @@ class BuildSettings:
 
     stage: int
     sharding_group: str | int
+    quantized: tuple[Quantized, ...]
     buckets: BucketSizes
     persistence_threshold: int
     model_persistence_threshold: int
@@ -151,6 +152,10 @@ class BuildSettings:
         return cls(
             stage=config.stage,
             sharding_group=zero.sharding_group,
+            quantized=(
+                *(("weights",) if zero.zero_quantized_weights else ()),
+                *(("gradients",) if zero.zero_quantized_gradients else ()),
+            ),
             buckets=BucketSizes.of(config),
             persistence_threshold=zero.stage3_param_persistence_threshold,
             model_persistence_threshold=zero.stage3_model_persistence_threshold,

@@ -175,7 +175,7 @@ class OnDemandParams:
                 # The gather of a rank that reads alone would meet another one on a backend that matches by order.
                 self._ask([], f"a read of {unit.name}")
             with torch.no_grad():
-                self.unshard(unit)
+                self.unshard(unit, exact=unit.state is UnitState.SHARDED)
 
     def follow(self, unit: ShardUnit) -> None:
         """See UnitActions."""
@@ -216,10 +216,18 @@ class OnDemandParams:
         before, self._last_in_backward = self._last_in_backward, unit
         return before if before is not None and not self.has_open_use(before) else None
 
-    def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None:
-        """Unshard `unit`, or start to. All ranks must call, in the same order."""
+    def unshard(self, unit: ShardUnit, *, wait: bool = True, exact: bool = False) -> None:
+        """Unshard `unit`, or start to. All ranks must call, in the same order.
+
+        `exact`: Not for a forward or a backward, whose values may be those of 8-bit messages.
+        """
+        if exact and not unit.is_exact:
+            if unit.state is UnitState.UNSHARDED:
+                unit.make_exact()
+            else:
+                self.reshard(unit)
         if unit.state is UnitState.SHARDED:
-            unit.unshard()
+            unit.unshard(may_quantize=not exact)
             self.live.add(unit)
         if not wait:
             return
@@ -231,15 +239,15 @@ class OnDemandParams:
             self.live.set_used(unit)
 
     def gather_ahead(self, units: Iterable[ShardUnit]) -> None:
-        """Start the gathers of those of `units` that wait for nothing but the other ranks. All ranks must call."""
+        """Start exact gathers of those of `units` that wait for nothing but the other ranks. All ranks must call."""
         with torch.no_grad():
             for unit in units:
                 if unit.state is UnitState.SHARDED and not unit.is_offloaded:
-                    self.unshard(unit, wait=False)
+                    self.unshard(unit, wait=False, exact=True)
 
     @contextlib.contextmanager
     def pinned(self, units: Iterable[ShardUnit]) -> Iterator[None]:
-        """Keep `units` unsharded inside the block: forwards there need no communication. All ranks must call.
+        """Keep `units` unsharded (exactly) inside the block: forwards there communicate nothing. All ranks must call.
 
         A step inside reshards them, because it changes their values.
         """
@@ -250,8 +258,8 @@ class OnDemandParams:
                 for unit, after in itertools.zip_longest(mine, mine[1:]):
                     for one in (unit, after):  # one ahead, as in a forward
                         if one is not None and one.state is UnitState.SHARDED:
-                            self.unshard(one, wait=False)
-                    self.unshard(unit)
+                            self.unshard(one, wait=False, exact=True)
+                    self.unshard(unit, exact=True)
             yield
         finally:
             self._pinned.difference_update(id(unit) for unit in mine)

@@ -31,6 +31,7 @@ new memory. That is right for graphs too, whose views hold the values until they
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -290,8 +291,12 @@ class FlatParam:
         """Give the memory back until the next gather. All ranks must call; no communication."""
         self._row, self._row_is_old = None, True
 
-    def gather_in_group(self, full: torch.Tensor) -> list[Pending]:
-        """Start to fill `full` from the rows of this rank's group. All ranks must call, in the same order."""
+    def gather_in_group(self, full: torch.Tensor, *, may_quantize: bool = False) -> list[Pending]:
+        """Start to fill `full` from the rows of this rank's group. All ranks must call, in the same order.
+
+        `may_quantize`: See ShardUnit.unshard. An exact gather fills the row for itself alone: what computes does not
+        depend on whether somebody has read weights meanwhile.
+        """
         groups = self.comm.groups
         assert groups is not None
         numel = self.layout.padded_numel // groups.size
@@ -299,10 +304,11 @@ class FlatParam:
             self._row, self._row_is_old = torch.empty(numel, dtype=self.dtype, device=self._device), True
         buckets = self.buckets_of(full)
         rows = self._row.split([bucket.numel() // groups.size for bucket in buckets])
-        parts = self.parts_on_device(full) if self._row_is_old else [None] * len(buckets)
-        self._row_is_old = False
-        name = self.layout.name
-        return [self.comm.all_gather_in_group(*each, name) for each in zip(buckets, rows, parts, strict=True)]
+        exact_once = not may_quantize and "weights" in self.comm.quantizes
+        parts = self.parts_on_device(full) if self._row_is_old or exact_once else [None] * len(buckets)
+        self._row_is_old = exact_once
+        start = functools.partial(self.comm.all_gather_in_group, what=self.layout.name, may_quantize=may_quantize)
+        return [start(*each) for each in zip(buckets, rows, parts, strict=True)]
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

@@ -75,7 +75,8 @@ class LayoutChange:
 
     def _unshard(self, place: ParamPlace) -> None:
         """Gather this flat parameter alone: others of its unit may be in new units already."""
-        if not place.flat.on_demand or place.unit.state is not UnitState.SHARDED or place.flat in self._gathered:
+        is_there = place.unit.state is not UnitState.SHARDED and place.unit.is_exact
+        if not place.flat.on_demand or is_there or place.flat in self._gathered:
             return
         self._gathered.add(place.flat)
         with torch.no_grad():

@@ -46,6 +46,7 @@ class ShardUnit:
         self.flats = flats
         self.on_demand = any(flat.on_demand for flat in flats)
         self.state = UnitState.UNSHARDED
+        self.is_exact = True  # the unsharded values are those of the shards
         self._gathers: list[Pending] = []
         self._measure()
 
@@ -75,16 +76,26 @@ class ShardUnit:
         for flat in self.flats:
             flat.prefetch()
 
-    def unshard(self) -> None:
-        """Start to unshard the parameters. All ranks must call, in the same order."""
+    def unshard(self, *, may_quantize: bool = False) -> None:
+        """Start to unshard the parameters. All ranks must call, in the same order.
+
+        `may_quantize`: for a forward or a backward, which Comm.quantize may give the weights of 8-bit messages.
+        """
         self._expect(UnitState.SHARDED)
-        self._gathers = _start_gathers(self.name, self.flats)
+        self._gathers = _start_gathers(self.name, self.flats, may_quantize=may_quantize)
         self.state = UnitState.UNSHARDING
+        self.is_exact = not may_quantize or "weights" not in self.flats[0].comm.quantizes
+
+    def make_exact(self) -> None:
+        """Gather an UNSHARDED unit again, in place, after a gather that was quantized. All ranks must call."""
+        self._expect(UnitState.UNSHARDED)
+        gather(self.flats)
+        self.is_exact = True
 
     def join_gather(self) -> None:
-        """Give this rank's shards to a gather that other ranks need, and drop what comes. All ranks must call this or
-        `unshard`."""
-        for pending in _start_gathers(self.name, self.flats, drops=True):
+        """Give this rank's shards to a gather that other ranks need for a forward or a backward, and drop what comes.
+        All ranks must call this or `unshard`."""
+        for pending in _start_gathers(self.name, self.flats, drops=True, may_quantize=True):
             pending.wait()
         for flat in self.flats:
             flat.drop_gather()
@@ -112,7 +123,7 @@ class ShardUnit:
             self._expect(UnitState.UNSHARDED)
         for flat in self.flats:
             flat.reshard()
-        self.state = UnitState.SHARDED
+        self.state, self.is_exact = UnitState.SHARDED, True
 
     def forget(self) -> None:
         """A pass was broken off, and its connections are closed: back to SHARDED, whatever the state."""
@@ -120,17 +131,23 @@ class ShardUnit:
         for flat in self.flats:
             flat.drop_gather()
             flat.reshard()
-        self.state = UnitState.SHARDED
+        self.state, self.is_exact = UnitState.SHARDED, True
 
     def _expect(self, state: UnitState) -> None:
         if self.state is not state:
             raise AssertionError(f"unit {self.name} is {self.state.value}, expected {state.value}")
 
 
-def _start_gathers(name: str, flats: Sequence[FlatParam], *, drops: bool = False) -> list[Pending]:
+def _start_gathers(
+    name: str, flats: Sequence[FlatParam], *, drops: bool = False, may_quantize: bool = False
+) -> list[Pending]:
     """Start an all-gather per bucket, all of them as one operation where the backend can.
 
-    `drops`: This rank does not use what comes. All ranks must call, in the same order.
+    All ranks must call, in the same order.
+
+    Args:
+        drops: This rank does not use what comes.
+        may_quantize: See ShardUnit.unshard.
     """
     gathers = []
     for flat in flats:
@@ -143,13 +160,14 @@ def _start_gathers(name: str, flats: Sequence[FlatParam], *, drops: bool = False
         for flat in flats:
             full = torch.empty_like(flat.full) if drops else flat.full
             if flat.has_row:
-                gathers += flat.gather_in_group(full)
+                gathers += flat.gather_in_group(full, may_quantize=may_quantize)
                 continue
             for bucket, part in zip(flat.buckets_of(full), flat.parts_on_device(full), strict=True):
                 if flat.placement.broadcasts and not flat.on_demand:
                     gathers += _start_broadcasts(flat, bucket, part)
                 else:
-                    gathers.append(flat.comm.all_gather(bucket, part, flat.layout.name))
+                    quantize = may_quantize and flat.on_demand
+                    gathers.append(flat.comm.all_gather(bucket, part, flat.layout.name, may_quantize=quantize))
     return gathers
 
 

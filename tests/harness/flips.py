@@ -565,6 +565,8 @@ FLIPS: dict[str, Flip] = {
     "dump_state": Flip(True, {}),
     f"{ZERO}.stage": Flip(2, {}),
     f"{ZERO}.sharding_group": Flip(1, {f"{ZERO}.stage": 3, f"{ZERO}.stage3_param_persistence_threshold": 0}),
+    f"{ZERO}.zero_quantized_weights": Flip(True, {**STAGE_3, f"{ZERO}.sharding_group": 1}),
+    f"{ZERO}.zero_quantized_gradients": Flip(True, {f"{ZERO}.stage": 2, f"{ZERO}.sharding_group": 1}),
     f"{ZERO}.reduce_scatter": Flip(False, {f"{ZERO}.stage": 2}),
     f"{ZERO}.reduce_bucket_size": Flip(16, {f"{ZERO}.stage": 2}),
     f"{ZERO}.allgather_partitions": Flip(False, {f"{ZERO}.stage": 2}),

@@ -37,6 +37,13 @@ STAGES = {
 IN_GROUPS = {
     "stage 2": {"stage": 2, "sharding_group": 2},
     "stage 3": {"stage": 3, **_UNSHARD_ALL, "sharding_group": 2},
+    "stage 3, quantized": {
+        "stage": 3,
+        **_UNSHARD_ALL,
+        "sharding_group": 2,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+    },
     "stage 3, optimizer on the host": {
         "stage": 3,
         **_UNSHARD_ALL,

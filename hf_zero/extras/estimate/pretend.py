@@ -44,7 +44,7 @@ class PretendedComm(Comm):
         self.coalesces = self.backend == "nccl"
         self._processes = _PretendedGroup(self.world_size) if self.world_size > 1 else None
 
-    def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
+    def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str, *, may_quantize: bool = False) -> Pending:
         """See Comm. Over gloo the parts travel straight to their places, which takes no memory."""
         if self.backend == "gloo" and self.world_size > 1:
             return Ended(None)
@@ -56,7 +56,14 @@ class PretendedComm(Comm):
         self.groups = self.routes = RankGroups.of(self.rank, self.world_size, size) if size < self.world_size else None
 
     def _gather_in_steps(
-        self, groups: RankGroups, full: torch.Tensor, row: torch.Tensor | None, part: torch.Tensor | None, what: str
+        self,
+        groups: RankGroups,
+        full: torch.Tensor,
+        row: torch.Tensor | None,
+        part: torch.Tensor | None,
+        what: str,
+        *,
+        quantized: bool,
     ) -> Pending:
         """See Comm. Over a device, memory for a row until the gather is over, where none is kept."""
         if row is not None or self.backend == "gloo":
@@ -64,7 +71,9 @@ class PretendedComm(Comm):
         kept = [full.new_empty(full.numel() // groups.size)]
         return Ended(kept.clear)
 
-    def _reduce_in_steps(self, groups: RankGroups, out: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
+    def _reduce_in_steps(
+        self, groups: RankGroups, out: torch.Tensor, wire: torch.Tensor, what: str, *, quantized: bool
+    ) -> Pending:
         """See Comm. The memory of both steps is held until the sum would be there."""
         numel = wire.numel() // groups.size
         if self.backend == "gloo":

@@ -114,7 +114,7 @@ class _Recorder(OnDemandParams, PassEvents):
                 self._arriving[flat].take_waiting()
         self.record("after_use", unit)
 
-    def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None:
+    def unshard(self, unit: ShardUnit, *, wait: bool = True, exact: bool = False) -> None:
         self.record("unshard", unit)
 
     def hold(self, unit: ShardUnit) -> None:

@@ -60,7 +60,7 @@ def _resize(
         )
     units = _embedding_units(module, engine)
     for unit in units:
-        engine.params.unshard(unit)
+        engine.params.unshard(unit, exact=True)
     try:
         with engine.weights.worked_on(units):
             resized = original(*args, **kwargs)
