@@ -53,7 +53,7 @@ class Connections:
     def ended_ranks(self) -> list[int]:
         """Return the ranks at the other end of connections that have ended."""
         over = [ends for (file, inode), ends in list(self._sockets.items()) if _is_over(file, inode)]
-        return sorted({self._ranks[ends] for ends in over})
+        return sorted({self._ranks[ends] for ends in over if ends in self._ranks})  # before `keep` none is known
 
     def close(self) -> None:
         """End them at both sides, whoever else holds them: what waits for them fails at once. Any thread may call."""

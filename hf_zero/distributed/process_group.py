@@ -153,7 +153,6 @@ def _end_threads(served: list[Jobs]) -> None:
 
 
 def _end_forgotten() -> None:
-    links = _FORGOTTEN[:]
-    _FORGOTTEN.clear()
-    for link in links:
-        link.end()
+    # Another thread may append meanwhile, and `end` does so with a link that is not over.
+    for _ in range(len(_FORGOTTEN)):
+        _FORGOTTEN.pop(0).end()

@@ -206,9 +206,9 @@ def count_gathers(choice: str, zero: dict[str, Any]) -> tuple[dict[str, int], di
             buckets[unit.kind.value] += buffer.layout.num_buckets
     original = engine.comm.all_gather
 
-    def counting(full: torch.Tensor, part: torch.Tensor, what: str) -> Any:
+    def counting(full: torch.Tensor, part: torch.Tensor, what: str, **options: bool) -> Any:
         counted[kinds[what]] += 1
-        return original(full, part, what)
+        return original(full, part, what, **options)
 
     engine.comm.all_gather = counting  # type: ignore[method-assign]
     forwards = Forwards(model)

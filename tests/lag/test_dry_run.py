@@ -256,8 +256,8 @@ def add_host_memory() -> None:
 def gather_host_memory() -> None:
     plain = Comm.all_gather
 
-    def all_gather(comm: Comm, full: torch.Tensor, part: torch.Tensor, what: str) -> Any:
-        return plain(comm, full, torch.zeros(part.shape, dtype=part.dtype), what)
+    def all_gather(comm: Comm, full: torch.Tensor, part: torch.Tensor, what: str, **options: bool) -> Any:
+        return plain(comm, full, torch.zeros(part.shape, dtype=part.dtype), what, **options)
 
     Comm.all_gather = all_gather  # type: ignore[method-assign]
 

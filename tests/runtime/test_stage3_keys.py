@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,11 +71,11 @@ def _watch_one(setting: dict[str, Any], dtype: torch.dtype) -> Seen:
 
 
 def _record(events: list[tuple[str, int]], number: int, unit: ShardUnit) -> None:
-    start: Callable[[], None] = unit.unshard
+    start = unit.unshard
 
-    def unshard() -> None:
+    def unshard(**options: bool) -> None:
         events.append(("gather", number))
-        start()
+        start(**options)
 
     def forward(module: nn.Module, args: Any) -> None:
         events.append(("forward", number))
