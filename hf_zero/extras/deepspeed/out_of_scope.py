@@ -26,7 +26,21 @@ _INSTEAD = {
     "checkpoint.*": "hf-zero convert from-deepspeed, and hf-zero convert from-universal",
     "comm.configure": "the block comms_logger of the JSON",
     "comm.initialize_mesh_device": "torch.distributed.device_mesh.init_device_mesh",
-    "comm.*": "torch.distributed, and init_distributed, which finds what srun or mpirun started",
+    # What else is in comm is torch.distributed's, where a name that is not there is a mistake.
+    **dict.fromkeys(
+        (
+            "comm.*backend",
+            "comm.enable_symm_mem_for_group",
+            "comm.get_*",
+            "comm.has_comm_data",
+            "comm.in_*",
+            "comm.mpi_discovery",
+            "comm.patch_*",
+            "comm.reset_log",
+            "comm.timed_op",
+        ),
+        "torch.distributed, and init_distributed, which finds what srun or mpirun started",
+    ),
     "compile": "torch.compile, or engine.compile",
     "compression": "torchao",
     "elasticity": "torchrun --nnodes MIN:MAX; every checkpoint loads at any number of ranks",
