@@ -63,38 +63,41 @@ class TorchCallCheck:
 
     def look(self) -> None:
         """Publish the call in which the training thread stays. Another thread calls this again and again."""
-        now = time.monotonic()
-        call = _call_of(sys._current_frames().get(self._thread))
-        if call != self._seen:
-            self._seen, self._since, self._is_published = call, now, False
-        if call is not None and not self._is_published and now > self._since + TIMEOUTS.stalled:
-            with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
+        with _in_doubt_nothing():
+            now = time.monotonic()
+            call = _call_of(sys._current_frames().get(self._thread))
+            if call != self._seen:
+                self._seen, self._since, self._is_published = call, now, False
+            if call is not None and not self._is_published and now > self._since + TIMEOUTS.stalled:
+                self._is_published = True
                 self._store().set(self._key, json.dumps(asdict(call)))
-            self._is_published = True
 
     def deadlock(self, log: OperationLog) -> ZeroError | None:
         """Return an error if another rank waits in a call of torch for this one, which waits in the last of `log`."""
-        call = self._published()
-        if call is None:
-            return None
-        group: Any = next(
-            (one for one, name in dist.distributed_c10d._world.pg_names.items() if name == call.group), None
-        )
-        if group is None or call.begun <= group._get_sequence_number_for_group():
-            return None
-        operation = (log.last() or ["a call of the engine"])[-1]
-        return DivergenceError(
-            f"rank {dist.get_rank()} waits in {operation} for rank {call.rank}, which waits in torch's {call.name} "
-            f"for this rank: neither can go on.\n"
-            f"Rank {call.rank} called torch's {call.name} from: {call.site}\n"
-            "Call torch's own collectives on every rank, between the same calls of the engine."
-        )
-
-    def _published(self) -> TorchCall | None:
-        with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
-            if self._store().check([self._key]):
-                return TorchCall(**json.loads(self._store().get(self._key)))
+        with _in_doubt_nothing():
+            if not self._store().check([self._key]):
+                return None
+            call = TorchCall(**json.loads(self._store().get(self._key)))
+            names = dist.distributed_c10d._world.pg_names
+            group: Any = next((one for one, name in list(names.items()) if name == call.group), None)
+            if group is None or call.begun <= group._get_sequence_number_for_group():
+                return None
+            operation = (log.last() or ["a call of the engine"])[-1]
+            return DivergenceError(
+                f"rank {dist.get_rank()} waits in {operation} for rank {call.rank}, which waits in torch's "
+                f"{call.name} for this rank: neither can go on.\n"
+                f"Rank {call.rank} called torch's {call.name} from: {call.site}\n"
+                "Call torch's own collectives on every rank, between the same calls of the engine."
+            )
         return None
+
+
+def _in_doubt_nothing() -> contextlib.suppress:
+    """Leave the block where the store has gone with the process that held it, or a backend counts no operations.
+
+    Whoever looks takes a RuntimeError for the end of another rank.
+    """
+    return contextlib.suppress(RuntimeError)
 
 
 def _call_of(frame: FrameType | None) -> TorchCall | None:

@@ -26,7 +26,7 @@ _INSTEAD = {
     "checkpoint.*": "hf-zero convert from-deepspeed, and hf-zero convert from-universal",
     "comm.configure": "the block comms_logger of the JSON",
     "comm.initialize_mesh_device": "torch.distributed.device_mesh.init_device_mesh",
-    # What else is in comm is torch.distributed's, where a name that is not there is a mistake.
+    # The other names of comm are torch.distributed's, where a name that is not there is a mistake.
     **dict.fromkeys(
         (
             "comm.*backend",
