@@ -63,7 +63,7 @@ class EngineGroup:
         self.run_rank = dist.get_rank()  # what messages name
         store = dist.distributed_c10d._get_default_store
         self.check = OperationCheck(self.log, store, f"hf_zero/{self.name}", self.rank, self.world_size)
-        self.torch_calls = TorchCallCheck(store, f"hf_zero/{self.name}")
+        self.torch_calls = TorchCallCheck(self.log, store, f"hf_zero/{self.name}")
         self._monitor = None if is_gloo else FailureMonitor(self.control.connections, self.name)
         watch_for(self._look, self._disconnected)
 
@@ -112,7 +112,7 @@ class EngineGroup:
 
     def look_for_difference(self) -> None:
         """Raise RuntimeError, and stop all ranks, where a wait has no end because another rank runs other code."""
-        self._compare(lambda: self.check.difference_now() or self.torch_calls.deadlock(self.log))
+        self._compare(lambda: self.check.difference_now() or self.torch_calls.deadlock())
 
     def look_while_alone(self) -> None:
         """Raise LostRankError, and stop all ranks, where others do not come because they run other code.

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import json
 import os
 import re
 import signal
@@ -24,11 +26,13 @@ from torch.utils.data import DataLoader, Dataset
 
 import hf_zero
 from hf_zero import errors
+from hf_zero.distributed.operation_log import OperationLog
+from hf_zero.distributed.torch_calls import TorchCall, TorchCallCheck
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ZeroError
 from tests.harness import ranks, save_faults
 from tests.harness.at_night import all_at_night
-from tests.harness.ranks import Ended, RankFailure, try_ranks
+from tests.harness.ranks import Ended, RankFailure, run_ranks, try_ranks
 from tests.hf import runs
 
 SOON_S = 10.0
@@ -335,6 +339,51 @@ def reduce_in_two_ways(folder: str) -> int:
 def test_a_slow_rank_is_no_mistake(tmp_path: Path) -> None:
     ended = try_ranks((reduce_in_two_ways, (str(tmp_path),), {}), 3, timeout=60, timeouts={"stalled": 0.2})
     assert ended.outcomes == [2] * 3, ended
+
+
+def look_while_garbage_is_collected() -> int:
+    """Threads look at this one, and wait in calls. A collection of garbage gives other threads their turn."""
+    check = TorchCallCheck(OperationLog(), dist.distributed_c10d._get_default_store, "here")
+    ended = threading.Semaphore(0)
+
+    def wait() -> None:
+        time.sleep(0.0001)
+
+    def look() -> None:
+        for _ in range(100):
+            wait()
+            check.look()
+        ended.release()
+
+    threads = [threading.Thread(target=look, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    gc.callbacks.append(lambda phase, info: time.sleep(0.001))
+    gc.set_threshold(1)
+    for thread in threads:
+        thread.join()
+    return sum(ended.acquire(blocking=False) for _ in threads)
+
+
+def test_a_look_at_the_frames_of_a_thread_ends() -> None:
+    assert run_ranks(look_while_garbage_is_collected, 1, timeout=30, timeouts={"stalled": 0.0}) == [8]
+
+
+def errors_by_position() -> list[bool]:
+    """Return whether this rank, which has started one operation, is said to be waited for by one that started 0, 1."""
+    log, store = OperationLog(), dist.distributed_c10d._get_default_store()
+    log.add("all_gather", "root")
+    check = TorchCallCheck(log, lambda: store, "here")
+    said = []
+    for position in (0, 1):
+        call = TorchCall(1, "barrier", dist.group.WORLD.group_name, 99, position, "train.py:1")
+        store.set("here/torch call", json.dumps(dataclasses.asdict(call)))
+        said.append(check.deadlock() is not None)
+    return said
+
+
+def test_a_rank_in_torch_that_has_started_as_much_is_not_waited_for() -> None:
+    assert run_ranks(errors_by_position, 1) == [[True, False]]
 
 
 def main() -> None:
