@@ -6,6 +6,7 @@ ever, as would the host once it asks for a result of theirs: there a thread of i
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -14,6 +15,12 @@ from collections.abc import Callable
 from hf_zero.distributed.gloo_connections import Connections
 from hf_zero.distributed.store_protocol import published_reason
 from hf_zero.distributed.timeouts import TIMEOUTS
+
+logger = logging.getLogger(__name__)
+
+_THREAD = "hf_zero-watch"
+_watched: list[tuple[weakref.WeakMethod[Callable[[], None]], threading.Event]] = []
+_starting = threading.Lock()
 
 
 class FailureMonitor:
@@ -40,12 +47,32 @@ class FailureMonitor:
 
 
 def watch_for(look: Callable[[], None], over: threading.Event) -> None:
-    """Call `look`, a method, from a thread again and again, until `over` is set or the method's object is garbage."""
-    args = (weakref.WeakMethod(look), over)
-    threading.Thread(target=_look_until, args=args, name="hf_zero-watch", daemon=True).start()
+    """Call `look`, a method, again and again, until `over` is set or the method's object is garbage.
+
+    One thread of the process does so for all of them: it stays.
+    """
+    _watched.append((weakref.WeakMethod(look), over))
+    with _starting:
+        if not any(thread.name == _THREAD for thread in threading.enumerate()):
+            threading.Thread(target=_look_at_all, name=_THREAD, daemon=True).start()
 
 
-def _look_until(look: weakref.WeakMethod[Callable[[], None]], over: threading.Event) -> None:
-    while not over.wait(TIMEOUTS.look_every) and (look_now := look()) is not None:
-        look_now()
-        del look_now  # the object may be garbage while the thread waits
+def _look_at_all() -> None:
+    while True:
+        time.sleep(TIMEOUTS.look_every)
+        for watched in _watched[:]:
+            method, over = watched
+            look = method()
+            if look is None or over.is_set() or not _could(look):
+                _watched.remove(watched)
+            del look  # the object may be garbage while the thread sleeps
+
+
+def _could(look: Callable[[], None]) -> bool:
+    """Call `look`; whether it raised nothing. What it raises is logged, and ends no look at others."""
+    try:
+        look()
+    except Exception:
+        logger.exception("a look at the other ranks failed, and there will be no other one")
+        return False
+    return True

@@ -1,6 +1,6 @@
 """Finds out that one rank waits in a collective of torch's own, while the others wait in an operation of the engine.
 
-A thread of each rank looks, once the rank has started no operation of the engine for long, whether the thread that
+A thread of the process looks, once the rank has started no operation of the engine for long, whether the thread that
 trains is in such a call, and publishes it. A rank that waits for that one compares how many operations of that call's
 group each of both has begun. Where it has begun fewer, the other waits for it: neither can go on.
 """
@@ -28,7 +28,6 @@ from hf_zero.errors import DivergenceError, ZeroError
 _PACKAGE = __name__.partition(".")[0]
 # No rank is over with one of these before all have begun it, so that a slow third rank does not look like a mistake.
 _NEED_ALL = ("all_", "barrier", "reduce_scatter")
-_ONE_LOOKS = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -116,17 +115,16 @@ def _no_garbage_collection() -> Iterator[None]:
     """Let no garbage be collected while the frames of another thread are looked up.
 
     Python 3.10 and 3.11 make an object of each frame under a lock that every thread needs. A collection in between
-    frees tensors, which gives other threads their turn: the next one that looks waits for that lock, and keeps
-    Python's own (python/cpython#106883).
+    frees tensors, which gives other threads their turn: one that looks too, or starts a thread, waits for that lock,
+    and keeps Python's own (python/cpython#106883).
     """
-    with _ONE_LOOKS:
-        was_on = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was_on:
-                gc.enable()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _call_of(frame: FrameType | None, position: int) -> TorchCall | None:

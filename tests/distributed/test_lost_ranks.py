@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero.distributed import failure_monitor
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.failure_monitor import FailureMonitor, watch_for
 from hf_zero.distributed.gloo_connections import Connections
@@ -250,26 +251,27 @@ def watch(comm: Comm, over: threading.Event) -> Stopped:
     return watched
 
 
-def watches() -> int:
-    return sum(thread.name == "hf_zero-watch" for thread in threading.enumerate())
+def watched_objects() -> int:
+    assert sum(thread.name == "hf_zero-watch" for thread in threading.enumerate()) == 1
+    return len(failure_monitor._watched)
 
 
 def watch_without_waiting() -> tuple[bool, bool, int]:
     comm, over = Comm.join(), threading.Event()
-    of_the_group = watches()
+    of_the_group = watched_objects()
     watched, unwatched = watch(comm, threading.Event()), watch(comm, over)
     watch(comm, threading.Event())  # garbage at once
     over.set()
     time.sleep(1.2)  # two looks
-    assert watches() == of_the_group + 1, "only the one that is still needed"
+    assert watched_objects() == of_the_group + 1, "only the one that is still needed"
     assert not watched.called.is_set()
     dist.barrier()
     if comm.rank == 1:
         comm.abandon(OffloadError("rank 1: the disk is full"))
         return False, False, 0
     heard = watched.called.wait(SOON_S)
-    time.sleep(0.1)
-    return heard, unwatched.called.is_set(), watches() - of_the_group
+    time.sleep(0.7)  # another look
+    return heard, unwatched.called.is_set(), watched_objects() - of_the_group
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found through /proc")
