@@ -82,3 +82,25 @@ def start_messages(
             source = ranks[origin] if ranks else origin
             works.append(dist.irecv(places[origin], group=group, group_src=source, tag=tag))
     return works
+
+
+def gather_rows(rows: torch.Tensor, rank: int, tag: int, group: Any) -> None:
+    """Fill `rows` [number of ranks, n] from the row that each rank has in it; returns when all of it is over.
+
+    In as many messages of a rank as the number of ranks has binary digits, each of twice as many rows as the one
+    before (Bruck et al., "Efficient algorithms for all-to-all communications", 1997).
+    """
+    kept = torch.empty_like(rows)  # from this rank's row on
+    kept[0] = rows[rank]
+    have, count = 1, len(rows)
+    while have < count:
+        number = min(have, count - have)
+        to, origin = (rank - have) % count, (rank + have) % count
+        works: list[Any] = [
+            dist.isend(kept[:number], group=group, group_dst=to, tag=tag),
+            dist.irecv(kept[have : have + number], group=group, group_src=origin, tag=tag),
+        ]
+        for work in works:
+            work.wait()
+        have += number
+    rows.copy_(kept.roll(rank, 0))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hf_zero.distributed.backend_calls import COALESCED, exchange
+from hf_zero.distributed.backend_calls import COALESCED, exchange, gather_rows
 from hf_zero.distributed.block_quantization import message_bytes, sum_messages
 from hf_zero.distributed.coalesced import Coalesced
 from hf_zero.distributed.engine_group import EngineGroup
@@ -53,6 +53,7 @@ _GLOO_BUCKET_NUMEL = 1 << 20
 # The first message of an object: its length, and as many bytes of it as fit.
 _LENGTH_BYTES = 8
 _FIRST_BYTES = 504
+_FEW_RANKS = 8  # so many send small messages to each other at once; more pass them on, in fewer messages
 _OBJECTS_TAG = 0  # of all objects: ranks that gather different ones meet, and their digests differ
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever device is the default at the import
 _T = TypeVar("_T")
@@ -609,14 +610,16 @@ class Comm:
 
     def _all_gather_bytes(self, mine: bytes, what: str) -> list[bytes]:
         """One message to each rank where no rank has more than fits; torch's way takes five times the processor."""
-        size = _LENGTH_BYTES + _FIRST_BYTES
-        head = (len(mine).to_bytes(_LENGTH_BYTES, "little") + mine[:_FIRST_BYTES]).ljust(size, b"\0")
-        heads = self._exchange_bytes(head, [size] * self.world_size, what)
-        lengths = [int.from_bytes(data[:_LENGTH_BYTES], "little") for data in heads]
+        heads = torch.zeros((self.world_size, _LENGTH_BYTES + _FIRST_BYTES), dtype=torch.uint8, device="cpu")
+        head = bytearray(len(mine).to_bytes(_LENGTH_BYTES, "little") + mine[:_FIRST_BYTES])
+        heads[self.rank, : len(head)] = torch.frombuffer(head, dtype=torch.uint8)
+        self._gather_rows(heads, what, tag=_OBJECTS_TAG)
+        given = [bytes(row) for row in heads.numpy()]
+        lengths = [int.from_bytes(data[:_LENGTH_BYTES], "little") for data in given]
         left = [max(0, length - _FIRST_BYTES) for length in lengths]
         tails = self._exchange_bytes(mine[_FIRST_BYTES:], left, what) if any(left) else [b""] * self.world_size
         return [
-            (head[_LENGTH_BYTES:] + tail)[:length] for head, tail, length in zip(heads, tails, lengths, strict=True)
+            (head[_LENGTH_BYTES:] + tail)[:length] for head, tail, length in zip(given, tails, lengths, strict=True)
         ]
 
     def _exchange_bytes(self, mine: bytes, sizes: Sequence[int], what: str) -> list[bytes]:
@@ -626,6 +629,15 @@ class Comm:
         part = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else _NO_BYTES
         self._exchange(places, [part] * self.world_size, what, tag=_OBJECTS_TAG).wait()
         return [bytes(data) for data in received]
+
+    def _gather_rows(self, rows: torch.Tensor, what: str, tag: int | None = None) -> None:
+        """Fill `rows` [world size, n] from the row that each rank has in it: small messages, and few of them."""
+        if self.world_size <= _FEW_RANKS:
+            self._exchange(rows.unbind(), [rows[self.rank]] * self.world_size, what, tag=tag).wait()
+            return
+        assert self._processes is not None
+        tag = self._processes.log.tag if tag is None else tag
+        self._on_host(functools.partial(gather_rows, rows, self.rank, tag), what).wait()
 
     def _exchange_and_sum(self, out: torch.Tensor, sent: torch.Tensor, what: str) -> Pending:
         """Reduce-scatter by all-to-all and a local sum in rank order."""
@@ -738,9 +750,10 @@ class Comm:
     def _all_gather_numbers(self, group: EngineGroup, values: torch.Tensor, what: str) -> torch.Tensor:
         """`values` (1-D float64 on the host) of every rank, [world size, numel], from ranks that started the same
         operations before. Logged by the caller."""
-        mine = torch.cat([torch.tensor([group.log.digest], dtype=torch.float64, device="cpu"), values])
-        everyone = torch.empty((self.world_size, mine.numel()), dtype=torch.float64, device="cpu")
-        self._exchange(everyone.unbind(), [mine] * self.world_size, what).wait()
+        everyone = torch.empty((self.world_size, 1 + values.numel()), dtype=torch.float64, device="cpu")
+        everyone[self.rank, 0] = group.log.digest
+        everyone[self.rank, 1:] = values
+        self._gather_rows(everyone, what)
         group.expect_equal(everyone[:, 0].tolist(), what)
         return everyone[:, 1:]
 
