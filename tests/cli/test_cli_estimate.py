@@ -242,3 +242,53 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_planning(
     assert main(["estimate", str(folder), "--plot", "plan.png"]) == 1
     said = capsys.readouterr()
     assert "pip install matplotlib" in said.err and not said.out
+
+
+SPEEDS = ("--tflops", 1, "--link", "1GB/s", "--network", "10MB/s")
+
+
+def test_times_of_a_step(capsys: Capture, folder: Path) -> None:
+    nodes = ("--gpus", 2, "--nodes", 2)
+    rows = ask(capsys, folder, *nodes, *SPEEDS)["times"]
+    found = {(row["stage"], row["sharding_group"]): row for row in rows}
+    in_groups = [(stage, group) for stage in (1, 2, 3) for group in ("all", "host")]
+    assert list(found) == [(0, "all"), *in_groups]
+    # Over 10 MB/s, and with operations of no bytes to speak of, the time is that of the bytes between nodes.
+    for row in rows:
+        assert row["total"] == pytest.approx(row["across"] / 10e6, rel=0.1)
+    # The ring of all ranks brings 3 quarters of a tensor to a node, and groups a half.
+    assert found[2, "all"]["across"] == pytest.approx(1.5 * found[2, "host"]["across"], rel=0.01)
+    slower = ask(capsys, folder, *nodes, *SPEEDS, "--latency", 1e6)["times"]
+    assert slower[-1]["total"] > found[3, "host"]["total"] + 5
+    assert ask(capsys, folder, *nodes)["times"] == []
+
+
+def test_a_group_of_the_file_is_timed(capsys: Capture, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mics.json").write_text(json.dumps({"zero_optimization": {"mics_shard_size": 2}}))
+    rows = ask(capsys, folder, "--gpus", 4, "--nodes", 2, *SPEEDS, "--config", tmp_path / "mics.json")["times"]
+    assert [(row["stage"], row["sharding_group"]) for row in rows] == [(stage, 2) for stage in (1, 2, 3)]
+
+
+def test_the_fastest_that_fits_is_named(capsys: Capture, folder: Path) -> None:
+    line = ["estimate", folder, "--gpus", 2, "--nodes", 2, *SPEEDS, "--gpu-memory", "24GB"]
+    assert main([*map(str, line)]) == 0
+    out = capsys.readouterr().out
+    best = re.search(r"^Fastest without offload: (.*), [\d.]+ s\.$", out, re.MULTILINE)
+    assert best is not None and best[1].endswith('"sharding_group": "host"')
+    rows = {line.split("  ")[0]: line.split() for line in out.splitlines() if line.startswith("stage ")}
+    seconds = {name: float(cells[-4]) for name, cells in rows.items() if name.startswith("stage ") and len(cells) > 8}
+    assert seconds[best[1]] == min(seconds.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpus", 2, "--tflops", 1), "--tflops: name --link, too (hf-zero bench comm measures it)"),
+        (("--nodes", 2, "--tflops", 1), "--tflops: name --network, too"),
+        (("--gpus", 2, "--link", "1GB/s"), "--link and --network are for the time of a step: name --tflops, too"),
+        (("--tflops", 0), "0 is not above 0"),
+        (("--tflops", 1, "--link", "fast"), "'fast' is not a size such as"),
+    ],
+)
+def test_speeds_that_are_missing_or_wrong(capsys: Capture, folder: Path, words: tuple[object, ...], said: str) -> None:
+    assert said in fails(capsys, folder, *words)

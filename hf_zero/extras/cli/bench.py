@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hf_zero.extras.cli import bench_cpu_adam, bench_io
+from hf_zero.extras.cli import bench_comm, bench_cpu_adam, bench_io
 
 NAME = "bench"
 SUMMARY = "measure this machine, beside what others and the hardware reach"
@@ -12,9 +12,10 @@ EXAMPLES = """
 hf-zero bench cpu-adam
 hf-zero bench cpu-adam --numel 1e8 --threads 1 2 --json
 hf-zero bench io /local_nvme
+hf-zero bench comm --size 64MiB
 """
 
-MEASUREMENTS = {"cpu-adam": bench_cpu_adam, "io": bench_io}
+MEASUREMENTS = {"comm": bench_comm, "cpu-adam": bench_cpu_adam, "io": bench_io}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`hf-zero estimate`: what every stage and choice of offload needs for a model, and which one to take."""
+"""`hf-zero estimate`: what every stage and choice of offload needs for a model, which one to take, and its time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.consolidate import parse_bytes
 from hf_zero.errors import ConfigError
 from hf_zero.extras.cli.text import count
+
+if TYPE_CHECKING:
+    from hf_zero.extras.estimate.step_time import Speeds
 
 NAME = "estimate"
 SUMMARY = "plan the memory of every stage and offload choice for a model, and name the one to take"
@@ -23,6 +27,7 @@ hf-zero estimate meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB
 hf-zero estimate config.json --gpus 2 --gpu-memory 24GB --config zero3.json --batch-size 4
 hf-zero estimate path/to/model --gpus 8 --gpu-memory 80GB --plot memory.png
 hf-zero estimate path/to/model --gpus 8 --nodes 4 --sequence-length 4096 --gradient-checkpointing --json
+hf-zero estimate path/to/model --gpus 8 --nodes 64 --gpu-memory 80GB --tflops 400 --link 400GB/s --network 25GB/s
 """
 
 
@@ -33,6 +38,19 @@ def size(text: str) -> int:
     return parse_bytes(text)
 
 
+def speed(text: str) -> int:
+    """Parse a size for each second: 25GB/s, or 25GB."""
+    return size(text.strip().removesuffix("/s"))
+
+
+def above_zero(text: str) -> float:
+    """Parse a number above 0."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", type=Path, help="a model folder, a config.json, or a cached model's name on the Hub")
@@ -40,6 +58,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=count, default=1, metavar="M", help="nodes (default: 1)")
     add("--gpu-memory", type=size, metavar="SIZE", help="memory of a GPU (default: of this machine's, if it has one)")
     add("--cpu-memory", type=size, metavar="SIZE", help="host memory of a node (default: not limited)")
+    add("--tflops", type=above_zero, help="1e12 operations that a rank reaches in a second: with it, times of a step")
+    add("--link", type=speed, metavar="SPEED", help="what a rank gets from its node, as 400GB/s (hf-zero bench comm)")
+    add("--network", type=speed, metavar="SPEED", help="what a node gets from the others, as 25GB/s")
+    add("--latency", type=above_zero, metavar="US", default=30.0, help="microseconds of an operation (default 30)")
     add("--config", type=Path, metavar="FILE", help="ZeRO configuration for all other keys (default: bf16, AdamW)")
     add("--batch-size", type=count, metavar="B", help="micro-batch of a rank (default: the configuration's, else 1)")
     add("--sequence-length", type=count, metavar="S", help="tokens of a sequence (default: the model's, at most 1024)")
@@ -53,6 +75,24 @@ def run(args: argparse.Namespace) -> None:
     atexit.register(gc.freeze)  # or Python's last collections look through all modules, for a second
     with _without_collections():
         _run(args)
+
+
+def _speeds(args: argparse.Namespace) -> Speeds | None:
+    """Return what times of a step need; None where they are not asked for."""
+    from hf_zero.extras.estimate.step_time import Speeds
+
+    needed = {"--link": args.gpus > 1, "--network": args.nodes > 1}
+    given = {"--link": args.link, "--network": args.network}
+    if args.tflops is None:
+        if any(given.values()):
+            raise argparse.ArgumentError(None, "--link and --network are for the time of a step: name --tflops, too")
+        return None
+    for option, is_needed in needed.items():
+        if is_needed and given[option] is None:
+            raise argparse.ArgumentError(None, f"--tflops: name {option}, too (hf-zero bench comm measures it)")
+    unused = float("inf")
+    link, network = args.link or unused, args.network or unused
+    return Speeds(args.tflops * 1e12, link, network, args.latency / 1e6, on_host=args.on_cpu)
 
 
 @contextlib.contextmanager
@@ -77,6 +117,7 @@ def _run(args: argparse.Namespace) -> None:
 
     if args.plot is not None:
         check_picture(args.plot)
+    speeds = _speeds(args)
     try:
         model_config = meta_model.read_config(args.model)
         raw = ZeroConfig.load(args.config).values if args.config is not None else {"bf16": {"enabled": True}}
@@ -88,7 +129,7 @@ def _run(args: argparse.Namespace) -> None:
     hardware = Hardware(args.gpus, args.nodes, memory, args.cpu_memory, args.on_cpu)
     model = meta_model.build(model_config, gradient_checkpointing=args.gradient_checkpointing)
     task = Task(model, raw, hardware, args.sequence_length or meta_model.default_length(model_config))
-    answer = task.answer(args.batch_size)
+    answer = task.answer(args.batch_size, speeds)
     if args.plot is not None:
         task.draw(answer, args.plot)
         print(f"wrote {args.plot}", file=sys.stderr)

@@ -12,11 +12,14 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.estimate import Plan, Profile, measure, plan_model
+from hf_zero.extras.cli import step_times
 from hf_zero.extras.cli.memory_chart import draw
 from hf_zero.extras.cli.meta_model import can_checkpoint, checkpointed, make_batch
+from hf_zero.extras.cli.step_times import Timed, times
 from hf_zero.extras.cli.text import format_bytes, plural, table
 from hf_zero.extras.estimate.choices import Advice, Choice, Hardware, advise, all_choices, as_json, plan_all, resolve
 from hf_zero.extras.estimate.saved_inputs_plan import SavedInputsPlan
+from hf_zero.extras.estimate.step_time import Speeds
 from hf_zero.progress import progress
 
 
@@ -29,6 +32,7 @@ class Answer:
     batch_size: int
     profile: Profile | None
     without: str  # why activations are not counted
+    times: list[Timed] | None  # of those without offload; None where no speeds were named
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,18 @@ class Task:
     length: int
     _profiles: dict[tuple[int, bool], tuple[Profile | None, str]] = field(default_factory=dict)
 
-    def answer(self, batch_size: int | None) -> Answer:
+    def answer(self, batch_size: int | None, speeds: Speeds | None = None) -> Answer:
         config = self._any_config(batch_size)
         batch_size = config.train_micro_batch_size_per_gpu
         profile, without = self._profile(batch_size, checkpoints=False)
         with progress("Planning", len([*all_choices()]), unit="choices") as done:
             plans = plan_all(self.raw, self.model, self.hardware, profile, done)
+        timed = None
+        if speeds is not None:
+            timed = times(self.raw, self.model, self.hardware, speeds, plans, profile) if profile is not None else []
         known = self.hardware.cpu_memory if self.hardware.on_host else self.hardware.gpu_memory
         if known is None:
-            return Answer(plans, None, batch_size, profile, without)
+            return Answer(plans, None, batch_size, profile, without, timed)
         with progress("Trying micro-batches", None, unit="plans") as done:
 
             def again(choice: Choice, checkpoints: bool, size: int) -> Plan | None:
@@ -64,7 +71,7 @@ class Task:
                 format_bytes,
                 can_checkpoint=can_checkpoint(self.model),
             )
-        return Answer(plans, advice, batch_size, profile, without)
+        return Answer(plans, advice, batch_size, profile, without, timed)
 
     def _any_config(self, batch_size: int | None) -> Any:
         """Resolve the first choice that the configuration allows: all choices have the same types and batch."""
@@ -92,7 +99,8 @@ class Task:
         profile, _ = self._profile(batch_size, checkpoints=checkpoints)
         if profile is None:
             return None
-        return plan_model(self.model, config, on_host=self.hardware.on_host, profile=profile)
+        hardware = self.hardware
+        return plan_model(self.model, config, on_host=hardware.on_host, per_host=hardware.gpus, profile=profile)
 
     @property
     def parameters(self) -> int:
@@ -109,6 +117,7 @@ class Task:
             "activations": None if profile is None else {"saved_bytes": profile.saved, "peak_bytes": profile.peak},
             "saved_inputs": None if profile is None or profile.inputs is None else vars(profile.inputs),
             "activations_not_counted": answer.without or None,
+            "times": step_times.as_json(answer.times or [], self.hardware),
             "choices": [as_json(choice, plan, self.hardware) for choice, plan in answer.plans.items()],
             "recommended": advice
             and {
@@ -129,6 +138,8 @@ class Task:
         )
         if answer.profile is None:
             print(f"activations are NOT counted: this model does not run on sizes alone ({answer.without})")
+            if answer.times is not None:
+                print("the time of a step is NOT planned, for the same reason")
             if "activation_checkpointing" in self.raw:
                 print("activation_checkpointing: what it places elsewhere is NOT counted either")
         else:
@@ -142,6 +153,11 @@ class Task:
         if limits := hardware.needs(next(iter(answer.plans.values()))):
             print("can be used: " + ", ".join(f"{format_bytes(one.usable)} of the {one.what}" for one in limits))
         print()
+        if answer.times:
+            accumulation = self._any_config(answer.batch_size).gradient_accumulation_steps
+            for line in step_times.lines(answer.times, hardware, answer.batch_size * self.length * accumulation):
+                print(line)
+            print()
         if answer.advice is None:
             print("Name the hardware (--gpu-memory, --cpu-memory) to get a recommendation.")
             return

@@ -168,7 +168,9 @@ def plan_all(
     for choice in all_choices():
         try:
             config = resolve(raw, choice, model, hardware)
-            plans[choice] = plan_model(model, config, on_host=hardware.on_host, profile=profile)
+            plans[choice] = plan_model(
+                model, config, on_host=hardware.on_host, per_host=hardware.gpus, profile=profile
+            )
         except ConfigError as error:
             refused = error
         done(1)

@@ -23,12 +23,13 @@ from hf_zero.extras.estimate.profile import Profile
 from hf_zero.extras.estimate.replay import Moment, PlannedStep, replay
 from hf_zero.extras.estimate.states import PlannedStates
 from hf_zero.extras.estimate.tracker import StorageTracker
+from hf_zero.extras.estimate.traffic import Pass
 from hf_zero.runtime.build import BuiltUnits, make_units
 from hf_zero.runtime.memory_report import memory_report
 from hf_zero.runtime.unit_specs import BuildSettings, Drafted, UnitSpec, flat_param_specs
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.placement import FlatParamSpec
-from hf_zero.sharding.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit, gather_resident
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -57,6 +58,7 @@ class Plan:
     disk: dict[str, int]
     phases: dict[str, int]
     between: int  # in memory between steps, with what is kept for reuse
+    passes: tuple[Pass, ...] = ()  # what the rank gets from others in a step
 
     @property
     def device_peak(self) -> int:
@@ -78,6 +80,7 @@ def plan_model(
     *,
     rank: int = 0,
     on_host: bool = False,
+    per_host: int | None = None,
     profile: Profile | None = None,
     optimizer: OptimizerFactory | None = None,
 ) -> Plan:
@@ -87,12 +90,14 @@ def plan_model(
 
     Args:
         on_host: The ranks compute on the CPU.
+        per_host: The ranks of each host; None: all are on one.
         profile: Of the micro-batch; without it the plan has no activations, and no order of units to gather along.
         optimizer: Makes the optimizer; None takes the configuration's block, else torch's AdamW.
     """
-    comm = PretendedComm(rank, config.world_size, on_host=on_host)
+    comm = PretendedComm(rank, config.world_size, on_host=on_host, per_host=per_host)
     comm.shard_in_groups(config.zero.sharding_group)
     settings = BuildSettings.of(config)
+    comm.quantize(settings.quantized)
     drafted = flat_param_specs(model, settings, comm)
     return _Planner(config, settings, comm, profile, optimizer).plan(drafted, model.buffers())
 
@@ -111,7 +116,7 @@ def plan_units(
         optimizer: None where the engine does not train.
     """
     pretended = PretendedComm(comm.rank, comm.world_size, on_host=comm.computes_on_host)
-    pretended.groups, pretended.routes = comm.groups, comm.routes
+    pretended.groups, pretended.routes, pretended.quantizes = comm.groups, comm.routes, comm.quantizes
     drafted = [
         (
             UnitSpec(unit.name, unit.kind, unit.module, tuple(_parameters_of(unit))),
@@ -165,6 +170,7 @@ class _Planner:
                 states.update()
                 update = tracker.restart_peak()
                 between = tracker.live
+            gather_resident([acc.flat for acc in built.grads])
         report = memory_report(built.units, step.reducer, built.placements, states.state_bytes) | {
             "gathered_peak": step.params.live.peak_bytes,
             "gradients_peak": built.pool.peak_live_bytes,
@@ -242,6 +248,7 @@ class _Planner:
             {kind: size for kind, size in disk.items() if size},
             phases,
             between,
+            tuple(self._comm.traffic.passes),
         )
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from hf_zero.distributed.block_quantization import message_bytes
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.operation_log import OperationLog
-from hf_zero.distributed.rank_groups import RankGroups, group_size
+from hf_zero.distributed.rank_groups import RankGroups
 from hf_zero.distributed.work import Finish, Pending
+from hf_zero.extras.estimate.traffic import TrafficCounter
 from hf_zero.native.host_memory import page_rounded
 from hf_zero.sharding.placement import Placements
 from hf_zero.storage import HostStore, StagingStore
@@ -32,28 +34,29 @@ class PretendedComm(Comm):
 
     Args:
         on_host: The ranks would compute on the CPU, over gloo; else on GPUs, over NCCL.
+        per_host: The ranks of each host, which divide `world_size`; None: all ranks are on one.
     """
 
-    def __init__(self, rank: int, world_size: int, *, on_host: bool) -> None:
-        self._pretended = (rank, world_size, "gloo" if on_host else "nccl")
+    def __init__(self, rank: int, world_size: int, *, on_host: bool, per_host: int | None = None) -> None:
+        self.traffic = TrafficCounter(rank, world_size, per_host or world_size, direct=on_host)
         super().__init__(META)
         self.computes_on_host = on_host
 
     def _join(self, group: Any) -> None:
-        self.rank, self.world_size, self.backend = self._pretended
+        self.rank, self.world_size, size = self.traffic.rank, self.traffic.world_size, self.traffic.per_host
+        self.backend = "gloo" if self.traffic.direct else "nccl"
         self.coalesces = self.backend == "nccl"
+        self._hosts = [f"host {rank // size}" for rank in range(self.world_size)]
         self._processes = _PretendedGroup(self.world_size) if self.world_size > 1 else None
+        if self.backend == "gloo" and 1 < size < self.world_size:
+            self.routes = RankGroups.of(self.rank, self.world_size, size)
 
     def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str, *, may_quantize: bool = False) -> Pending:
         """See Comm. Over gloo the parts travel straight to their places, which takes no memory."""
-        if self.backend == "gloo" and self.world_size > 1:
+        if self.backend == "gloo" and self.world_size > 1 and self.routes is None:
+            self._record("all_gather", what, full)
             return Ended(None)
-        return super().all_gather(full, part, what)
-
-    def shard_in_groups(self, wanted: str | int) -> None:
-        """See Comm. Where the ranks' hosts are not known, all are on one."""
-        size = group_size(wanted, ["host"] * self.world_size)
-        self.groups = self.routes = RankGroups.of(self.rank, self.world_size, size) if size < self.world_size else None
+        return super().all_gather(full, part, what, may_quantize=may_quantize)
 
     def _gather_in_steps(
         self,
@@ -66,6 +69,10 @@ class PretendedComm(Comm):
         quantized: bool,
     ) -> Pending:
         """See Comm. Over a device, memory for a row until the gather is over, where none is kept."""
+        if part is not None:
+            sent = message_bytes(part.numel()) if quantized else part.nbytes
+            self.traffic.among(groups.across, sent)
+        self.traffic.among(groups.inside, full.nbytes / groups.size)
         if row is not None or self.backend == "gloo":
             return Ended(None)
         kept = [full.new_empty(full.numel() // groups.size)]
@@ -76,6 +83,8 @@ class PretendedComm(Comm):
     ) -> Pending:
         """See Comm. The memory of both steps is held until the sum would be there."""
         numel = wire.numel() // groups.size
+        self.traffic.among(groups.inside, wire.nbytes / groups.size)
+        self.traffic.among(groups.across, message_bytes(out.numel()) if quantized else wire.nbytes / self.world_size)
         if self.backend == "gloo":
             pieces = [self._acquire(wire.numel(), wire.dtype)[0], self._acquire(numel, out.dtype)[0]]
             return Ended(functools.partial(self._release, *pieces))
@@ -84,6 +93,7 @@ class PretendedComm(Comm):
 
     def _reduce_inside(self, groups: RankGroups, row: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
         """See Comm."""
+        self.traffic.among(groups.inside, wire.nbytes / groups.size)
         if self.backend == "gloo":
             return Ended(functools.partial(self._release, self._acquire(wire.numel(), wire.dtype)[0]))
         return Ended(None)
@@ -113,7 +123,11 @@ class PretendedComm(Comm):
         return Ended(functools.partial(self._received.release, memory))
 
     def _record(self, op: str, what: str, full: torch.Tensor, *, equal_sizes: bool = True) -> None:
-        """Do nothing: no rank compares what was started, and a plan has no counts."""
+        """Count what the operation would send; no rank compares what was started."""
+        if not (self.coalesces and self._block is not None and self._block.joins(op, full)):
+            self.traffic.operation()
+        if self.routes is None or op not in ("all_gather", "reduce_scatter"):  # else the steps are counted
+            self.traffic.among_all(op, full.nbytes)
 
 
 class _PretendedGroup(EngineGroup):
@@ -121,9 +135,13 @@ class _PretendedGroup(EngineGroup):
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.groups, self.number = [range(world_size)], 0
         self.name = ""
         self.log = OperationLog()
         self._disconnected = threading.Event()
+
+    def split(self, sizes: Sequence[int]) -> None:
+        """See EngineGroup."""
 
 
 class Ended:

@@ -20,6 +20,7 @@ from hf_zero.config import OffloadOptimizer, OffloadParam, ResolvedConfig
 from hf_zero.config.resolved import ActivationCheckpointing, Fp8Section
 from hf_zero.extras.activations import regions
 from hf_zero.extras.activations.budget import Choice
+from hf_zero.extras.estimate.flops import FlopCounter
 from hf_zero.extras.estimate.pretend import PretendedComm, PretendedPlacements
 from hf_zero.extras.estimate.saved_inputs_plan import PlannedCheckpointing, SavedInputsPlan, choices_of
 from hf_zero.extras.estimate.tracker import StorageTracker
@@ -52,12 +53,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Profile:
-    """The memory of a micro-batch beside parameters and the engine's gradients."""
+    """The memory of a micro-batch beside parameters and the engine's gradients, and its operations."""
 
     events: tuple[Event, ...]
     batch: str  # shapes, for people
     saved: int  # bytes of activations between forward and backward
     peak: int  # most bytes of activations, gradients on their way to the engine included
+    forward_flops: int = 0  # of matrix products, and of attention
+    backward_flops: int = 0
     inputs: SavedInputsPlan | None = None  # what the activation_checkpointing block does; None: it is not on
 
 
@@ -270,18 +273,20 @@ def _run(
     *,
     on_host: bool,
 ) -> Profile:
-    with tracker, _Assumptions(), _fused_attention(on_host=on_host), torch.enable_grad():
+    counter = FlopCounter()
+    with tracker, counter, _Assumptions(), _fused_attention(on_host=on_host), torch.enable_grad():
         output = model(**batch)
         loss = output if isinstance(output, torch.Tensor) else output["loss"]
         del output  # as a training loop does: the logits are not needed for the backward
         saved = tracker.live
         recorder.record("between")
+        forward = counter.total
         loss.backward()
         del loss
         recorder.record("over")
     peak = max((event.peak for event in recorder.events), default=0)
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
-    return Profile(tuple(recorder.events), shapes, saved, peak)
+    return Profile(tuple(recorder.events), shapes, saved, peak, forward, counter.total - forward)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.config import ResolvedConfig
-from hf_zero.distributed.comm import Comm
+from hf_zero.extras.estimate.pretend import PretendedComm
 from hf_zero.extras.estimate.profile import Event, Profile
 from hf_zero.extras.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuiltUnits
@@ -42,8 +42,10 @@ class Moment:
 class PlannedStep(StepEvents):
     """Parameters and gradients of planned units, and the micro-batch that is replayed on them."""
 
-    def __init__(self, built: BuiltUnits, comm: Comm, config: ResolvedConfig) -> None:
+    def __init__(self, built: BuiltUnits, comm: PretendedComm, config: ResolvedConfig) -> None:
+        self.traffic = comm.traffic
         self.is_last = True  # the micro-batch before the update
+        self.times = 1  # how many micro-batches are as this one
         on_arrival = not any(unit.on_demand for unit in built.units)
         self.reducer = GradReducer(built.grads, comm, self, overlap=config.zero.overlap_comm, on_arrival=on_arrival)
         self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self, comm.all_gather_numbers)
@@ -93,16 +95,22 @@ def replay(
     events = profile.events if profile is not None else tuple(_plain_events(built))
     acting = _Acting(built, step)
     watch = _Watch(step.params, tracker)
-    micro_steps = min(config.gradient_accumulation_steps, 2)  # a third one is as the second
+    micro_steps = min(config.gradient_accumulation_steps, 3)  # those between the first and the last are alike
     gathers = any(unit.on_demand for unit in built.units)
     for _ in range(_STEPS if gathers else _STEPS_WITHOUT_GATHERS):
+        step.traffic.begin_step()
         for number in range(micro_steps):
             step.is_last = number + 1 == micro_steps
+            step.times = config.gradient_accumulation_steps - 2 if number == 1 and not step.is_last else 1
+            step.traffic.begin("forward", step.times)
             for event in events:
                 watch.computing(event.peak)
                 watch.handling(functools.partial(acting.do, event), event.live)
+        step.traffic.begin("update")
         watch.handling(step.reducer.reduce_remaining, 0)
         step.reducer.clear()
+        for acc in built.grads:
+            acc.flat.shard_changed()
         step.params.end_step()
     return watch.most
 
@@ -119,6 +127,8 @@ class _Acting:
         self._step = step
 
     def do(self, event: Event) -> None:
+        if event.call == "begin_backward":
+            self._step.traffic.begin("backward", self._step.times)
         if event.call == "gradient":
             self._gradient(event)
         elif event.call == "end_backward":

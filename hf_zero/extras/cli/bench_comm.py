@@ -1,0 +1,87 @@
+"""`hf-zero bench comm`: how fast ranks get bytes from each other, in the words that `hf-zero estimate` takes.
+
+All-gathers as a training makes them, over the same connections: among the ranks of each host, then among the ranks at
+the same place on every host, where each host sends as much at once as in a training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from hf_zero.checkpoint.consolidate import parse_bytes
+from hf_zero.extras.cli.text import format_bytes, print_table
+
+if TYPE_CHECKING:
+    from hf_zero.distributed.comm import Comm
+
+SUMMARY = "what ranks get from each other, on one host or several; start it with torchrun, one process for each rank"
+_SMALL = 4096
+_ROUNDS = 7
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", type=parse_bytes, help="of the gathered tensor (default 4MiB over gloo, else 64MiB)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    from hf_zero.distributed.comm import Comm
+    from hf_zero.distributed.processes import all_ranks_give
+    from hf_zero.distributed.rank_groups import RankGroups, host_name, ranks_per_host
+
+    comm = Comm.join()
+    if comm.world_size < 2:
+        raise argparse.ArgumentError(
+            None,
+            "this is one process alone: start one for each rank, torchrun --nproc_per_node 2 --no-python hf-zero ...",
+        )
+    size = ranks_per_host(all_ranks_give(host_name(), "measuring"))
+    if size is None:
+        raise argparse.ArgumentError(None, "start the same number of ranks on every host, numbered host by host")
+    # Over gloo a training gathers buckets of this size; devices gather whole layers at once.
+    nbytes = args.size or (4 << 20 if comm.backend == "gloo" else 64 << 20)
+    groups = [RankGroups.of(rank, comm.world_size, size) for rank in range(comm.world_size)]
+    found: dict[str, Any] = {"ranks": comm.world_size, "hosts": comm.world_size // size, "backend": comm.backend}
+    found["latency_us"] = _seconds(comm, _SMALL) * 1e6
+    if size > 1:
+        inside = Comm.join(groups=sorted({group.inside for group in groups}))
+        found["link"] = nbytes * (size - 1) / size / _seconds(inside, nbytes)
+    if size < comm.world_size:
+        across = Comm.join(groups=sorted({group.across for group in groups}))
+        hosts = comm.world_size // size
+        found["network"] = size * nbytes * (hosts - 1) / hosts / _seconds(across, nbytes)
+    if comm.rank == 0:
+        print(json.dumps(found)) if args.json else _print(found)
+    comm.barrier("measured")  # the process that holds the store ends last
+
+
+def _seconds(comm: Comm, nbytes: int) -> float:
+    """Return the median time of an all-gather of `nbytes` in total. All ranks of the world must call."""
+    import torch
+
+    numel = -(-nbytes // (8 * comm.world_size)) * 8
+    full = torch.empty(numel * comm.world_size, dtype=torch.uint8, device=comm.device)
+    times = []
+    for _ in range(_ROUNDS):
+        comm.barrier("measuring")
+        begun = time.perf_counter()
+        comm.all_gather(full, full.chunk(comm.world_size)[comm.rank], "measuring").wait()
+        full[:1].cpu()  # a device waits for it, and the host for the device
+        times.append(time.perf_counter() - begun)
+    return max(comm.all_gather_numbers([statistics.median(times)], "measuring"))[0]
+
+
+def _print(found: dict[str, Any]) -> None:
+    rows = [("ranks, hosts, backend", f"{found['ranks']}, {found['hosts']}, {found['backend']}")]
+    options = []
+    for name, what in (("link", "a rank gets, from its host"), ("network", "a host gets, from the others")):
+        if name in found:
+            rows.append((f"{what}, per second", format_bytes(found[name])))
+            options.append(f"--{name} {format_bytes(found[name]).replace(' ', '')}/s")
+    rows.append(("an operation of 4 kB takes", f"{found['latency_us']:.0f} us"))
+    print_table(rows)
+    print(f"hf-zero estimate MODEL ... {' '.join(options)} --latency {found['latency_us']:.0f}")

@@ -1,0 +1,74 @@
+"""Bytes that a rank gets from others in each pass of a training step, counted as the engine's operations begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Traffic:
+    """Operations of one rank, and the bytes that it gets from others by them."""
+
+    operations: int = 0
+    inside: float = 0.0  # bytes from the ranks of its own host
+    across: float = 0.0  # bytes from those of other hosts
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of a step, which is made `times` times: by as many micro-batches, or once."""
+
+    name: str  # forward, backward or update
+    times: int
+    traffic: Traffic
+
+
+@dataclass
+class TrafficCounter:
+    """The traffic of rank `rank` of `world_size`, by pass.
+
+    Args:
+        per_host: The ranks of each host, which are consecutive.
+        direct: Ranks send to each other, as over gloo, but for its all-reduce. Else they form a ring, as over NCCL.
+    """
+
+    rank: int
+    world_size: int
+    per_host: int
+    direct: bool
+    passes: list[Pass] = field(default_factory=list)
+    _now: Traffic = field(default_factory=Traffic)
+
+    def begin_step(self) -> None:
+        """Forget the passes before."""
+        self.passes.clear()
+
+    def begin(self, name: str, times: int = 1) -> None:
+        """Count from now on what another pass sends; see Pass."""
+        self._now = Traffic()
+        self.passes.append(Pass(name, times, self._now))
+
+    def operation(self) -> None:
+        """Count the start of an operation."""
+        self._now.operations += 1
+
+    def among_all(self, op: str, nbytes: int) -> None:
+        """Count an operation of all ranks on `nbytes`, the whole tensor's, in one step."""
+        if self.world_size == 1:
+            return
+        share = (2 if op == "all_reduce" else 1) * nbytes / self.world_size
+        others = self.world_size - 1
+        away: float = self.world_size - self.per_host
+        if op == "all_reduce" or not self.direct:
+            # A ring enters a host once, and leads from rank to rank there.
+            away = others / self.per_host if away else 0
+        self._now.inside += share * (others - away)
+        self._now.across += share * away
+
+    def among(self, ranks: Sequence[int], nbytes: float) -> None:
+        """Count an exchange in which each of `ranks`, one of which is this one, gives `nbytes` to each other one."""
+        host = self.rank // self.per_host
+        away = sum(rank // self.per_host != host for rank in ranks)
+        self._now.inside += nbytes * (len(ranks) - 1 - away)
+        self._now.across += nbytes * away
