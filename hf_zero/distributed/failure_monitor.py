@@ -7,6 +7,7 @@ ever, as would the host once it asks for a result of theirs: there a thread of i
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 _THREAD = "hf_zero-watch"
 _watched: list[tuple[weakref.WeakMethod[Callable[[], None]], threading.Event]] = []
 _starting = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # A child has no part in the groups of its parent, whose connections to the store it holds too.
+    os.register_at_fork(after_in_child=_watched.clear)
 
 
 class FailureMonitor:
