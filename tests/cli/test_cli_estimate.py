@@ -263,6 +263,12 @@ def test_times_of_a_step(capsys: Capture, folder: Path) -> None:
     assert ask(capsys, folder, *nodes)["times"] == []
 
 
+def test_one_rank_waits_for_nothing(capsys: Capture, folder: Path) -> None:
+    rows = ask(capsys, folder, "--tflops", 1, "--latency", 1e6)["times"]
+    assert [row["stage"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["total"] == row["computing"] > 0 and row["waiting"] == 0 for row in rows)
+
+
 def test_a_group_of_the_file_is_timed(capsys: Capture, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mics.json").write_text(json.dumps({"zero_optimization": {"mics_shard_size": 2}}))
     rows = ask(capsys, folder, "--gpus", 4, "--nodes", 2, *SPEEDS, "--config", tmp_path / "mics.json")["times"]

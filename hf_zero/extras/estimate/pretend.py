@@ -124,6 +124,8 @@ class PretendedComm(Comm):
 
     def _record(self, op: str, what: str, full: torch.Tensor, *, equal_sizes: bool = True) -> None:
         """Count what the operation would send; no rank compares what was started."""
+        if self.world_size == 1:
+            return
         if not (self.coalesces and self._block is not None and self._block.joins(op, full)):
             self.traffic.operation()
         if self.routes is None or op not in ("all_gather", "reduce_scatter"):  # else the steps are counted

@@ -55,8 +55,6 @@ class TrafficCounter:
 
     def among_all(self, op: str, nbytes: int) -> None:
         """Count an operation of all ranks on `nbytes`, the whole tensor's, in one step."""
-        if self.world_size == 1:
-            return
         share = (2 if op == "all_reduce" else 1) * nbytes / self.world_size
         others = self.world_size - 1
         away: float = self.world_size - self.per_host
