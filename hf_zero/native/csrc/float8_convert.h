@@ -56,23 +56,35 @@ constexpr uint32_t kDropped = 23 - N::kMantissa;
 HZ_INLINE uint32_t smaller(uint32_t a, uint32_t b) { return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? a : b; }
 HZ_INLINE uint32_t larger(uint32_t a, uint32_t b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
 
+// The code, at the upper end of the word, of a number whose magnitude is at most kLargest.
 template <class N>
-HZ_INLINE N narrow_to(float value) {
+HZ_INLINE uint32_t code_in_range(float value) {
     constexpr uint32_t least = N::kLeast << 23;
-    const uint32_t bits = bits_of(value), magnitude = bits & ~kFloatSign;
-    const uint32_t kept = smaller(magnitude, bits_of(N::kLargest));
-    const uint32_t exponent = larger(kept & kFloatInf, least);
-    // The last bit of this power of two is worth one step of the narrow type at `kept`: the sum is rounded to steps,
+    const uint32_t bits = bits_of(value), sign = bits & kFloatSign;
+    const uint32_t exponent = larger(bits & kFloatInf, least);
+    // The last bit of this power of two is worth one step of the narrow type at `value`: the sum is rounded to steps,
     // and their number stands at its end. A code is that number plus (exponent - kLeast) << kMantissa; the constant
     // part of this, which is even and so leaves ties alone, is in the power from the start.
     constexpr uint32_t constant = (0u - (N::kLeast << N::kMantissa)) << kUp<N> >> kUp<N>;
-    const uint32_t steps = bits_of(float_of(kept) + float_of(exponent + (kDropped<N> << 23) + constant));
-    // At the upper end of the word, where the sign is: as the last operation the shift keeps compilers from doing all
-    // of this once more on bytes.
-    uint32_t code = (steps << kUp<N>) + (exponent << (kUp<N> - kDropped<N>));
-    if constexpr (kHasInf<N>) code = magnitude == kFloatInf ? N::kInf << kUp<N> : code;
+    const uint32_t power = (exponent + (kDropped<N> << 23) + constant) | sign;
+    const uint32_t steps = bits_of(value + float_of(power));
+    // At the upper end, where the sign is: a shift as the last operation keeps compilers from doing all of this once
+    // more on bytes.
+    return ((steps << kUp<N>) + (exponent << (kUp<N> - kDropped<N>))) | sign;
+}
+
+template <class N>
+HZ_INLINE N narrow_in_range(float value) {
+    return N{static_cast<typename N::Bits>(code_in_range<N>(value) >> kUp<N>)};
+}
+
+template <class N>
+HZ_INLINE N narrow_to(float value) {
+    const uint32_t bits = bits_of(value), magnitude = bits & ~kFloatSign, sign = bits & kFloatSign;
+    uint32_t code = code_in_range<N>(float_of(smaller(magnitude, bits_of(N::kLargest)) | sign));
+    if constexpr (kHasInf<N>) code = magnitude == kFloatInf ? N::kInf << kUp<N> | sign : code;
     const bool no_number = kHasInf<N> ? magnitude > kFloatInf : magnitude >= kFloatInf;
-    code = no_number ? N::kNan << kUp<N> : code | (bits & kFloatSign);
+    code = no_number ? N::kNan << kUp<N> : code;
     return N{static_cast<typename N::Bits>(code >> kUp<N>)};
 }
 
