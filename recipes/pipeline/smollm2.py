@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_zero
 from recipes.causal_lm.data import load_blocks
 from recipes.causal_lm.model import resolve_model
+from recipes.zero_inference.texts import peak_memory
 
 Micro = tuple[torch.Tensor, torch.Tensor]
 
@@ -95,11 +96,6 @@ def with_ddp(args: argparse.Namespace, folder: str, data: list[list[Micro]]) -> 
 
     files = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
     return (step(batch) for batch in data), files
-
-
-def peak_memory() -> int:
-    """The highest resident set of this process, in bytes."""
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def main() -> None:

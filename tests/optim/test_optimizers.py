@@ -205,7 +205,7 @@ BY_NAME: dict[str, dict[str, Any]] = {
     "Adamax": {"eps": 1e-6},
     "ASGD": {"lr": 0.1, "t0": 2.0},
     "NAdam": {"eps": 1e-6, "momentum_decay": 0.01},
-    "RAdam": {"eps": 1e-6},
+    "RAdam": {"lr": 0.1, "eps": 1e-6},
     "RMSprop": {"eps": 1e-6, "momentum": 0.5, "centered": True},
     "Rprop": {"etas": [0.6, 1.1]},
 }

@@ -15,7 +15,6 @@ from hf_zero.estimate import Plan, Profile, measure, plan_model
 from hf_zero.extras.cli import step_times
 from hf_zero.extras.cli.memory_chart import draw
 from hf_zero.extras.cli.meta_model import can_checkpoint, checkpointed, make_batch
-from hf_zero.extras.cli.step_times import Timed, times
 from hf_zero.extras.cli.text import format_bytes, plural, table
 from hf_zero.extras.estimate.choices import Advice, Choice, Hardware, advise, all_choices, as_json, plan_all, resolve
 from hf_zero.extras.estimate.saved_inputs_plan import SavedInputsPlan
@@ -32,7 +31,7 @@ class Answer:
     batch_size: int
     profile: Profile | None
     without: str  # why activations are not counted
-    times: list[Timed] | None  # of those without offload; None where no speeds were named
+    times: list[step_times.Timed] | None  # of those without offload; None where no speeds were named
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,9 @@ class Task:
             plans = plan_all(self.raw, self.model, self.hardware, profile, done)
         timed = None
         if speeds is not None:
-            timed = times(self.raw, self.model, self.hardware, speeds, plans, profile) if profile is not None else []
+            timed = []
+            if profile is not None:
+                timed = step_times.times(self.raw, self.model, self.hardware, speeds, plans, profile)
         known = self.hardware.cpu_memory if self.hardware.on_host else self.hardware.gpu_memory
         if known is None:
             return Answer(plans, None, batch_size, profile, without, timed)

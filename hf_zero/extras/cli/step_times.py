@@ -46,12 +46,13 @@ def times(
         if choice.offloaded:
             continue
         group = resolve(raw, choice, model, hardware).zero.sharding_group
-        found.append(Timed(choice, group, plan, step_time(plan.passes, profile, speeds, per_host=per_host)))
+        plans = {group: plan}
         if group == "all" and choice.stage and hardware.nodes > 1 and per_host > 1:
             zero = {**(raw.get("zero_optimization") or {}), "sharding_group": "host"}
             config = resolve({**raw, "zero_optimization": zero}, choice, model, hardware)
-            plan = plan_model(model, config, on_host=hardware.on_host, per_host=per_host, profile=profile)
-            found.append(Timed(choice, "host", plan, step_time(plan.passes, profile, speeds, per_host=per_host)))
+            plans["host"] = plan_model(model, config, on_host=hardware.on_host, per_host=per_host, profile=profile)
+        for group, one in plans.items():
+            found.append(Timed(choice, group, one, step_time(one.passes, profile, speeds, per_host=per_host)))
     return found
 
 
