@@ -8,11 +8,12 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from hf_zero.config.cross_checks import GROUP
 from hf_zero.config.parse import Parsed, parse
-from hf_zero.config.problems import Problem, raise_all
+from hf_zero.config.problems import Problem, Problems, raise_all
 from hf_zero.config.resolve import Outcome, Surroundings, resolve
 from hf_zero.config.resolved import ResolvedConfig
-from hf_zero.config.schema import AUTO, look_up, put, section_of
+from hf_zero.config.schema import AUTO, look_up, put, section_of, show
 
 # Blocks and keys of the file that decide where parameters are and how they are gathered.
 _OF_PARAMETERS = ("zero_optimization", "aio", "desync_timeout", "gather_for_generation")
@@ -149,6 +150,21 @@ class ZeroConfig:
             if look_up(filled, path) == AUTO:
                 put(filled, path, value)
         return ZeroConfig(dataclasses.replace(self._parsed, values=filled))
+
+    def sharded_in(self, group: str | int) -> ZeroConfig:
+        """A copy whose `sharding_group` is `group`, which a mesh of torch's gave.
+
+        Raises:
+            ConfigError: The file has another one.
+        """
+        given = self.get(GROUP)
+        if given not in (None, AUTO, group):
+            problems = Problems(self.source, self._parsed.lines)
+            problems.add(GROUP, given, f"the mesh has {show(group)}: expected the same", "Leave one of the two out.")
+            raise_all(self.source, problems.found)
+        values = self.values
+        put(values, GROUP, group)
+        return ZeroConfig(dataclasses.replace(self._parsed, values=values))
 
     def for_parameters(self, *, types: bool = True) -> ZeroConfig:
         """A copy with the keys of parameters alone, without those of training: a model is loaded under it.

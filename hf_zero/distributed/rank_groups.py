@@ -7,6 +7,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from hf_zero.distributed.environment import host_id
 from hf_zero.errors import ConfigError
 
@@ -86,3 +88,24 @@ def group_size(wanted: str | int, hosts: Sequence[str]) -> int:
         f'{KEY} = "host": the ranks of a host are not consecutive: {found}.\nNumber them host by host, as torchrun '
         'does (SLURM: --distribution=block; MPI: --map-by slot), or write "all".'
     )
+
+
+def group_of_mesh(mesh: DeviceMesh, world_size: int) -> int | str:
+    """Return the value of the key for a mesh as FSDP2 takes it: shards, or replicas of shards, (replicas, shards).
+
+    Raises:
+        ConfigError: The mesh has other ranks or dimensions than that, or says that nothing is sharded.
+    """
+    ranks, names = mesh.mesh, mesh.mesh_dim_names or ()
+    if ranks.ndim > 2 or ranks.flatten().tolist() != list(range(world_size)):
+        raise ConfigError(
+            f"the mesh holds the ranks {ranks.tolist()}: expected all {world_size} of them in order, in one dimension "
+            "(shards) or two (replicas, shards).\nMake it by init_device_mesh(device, (replicas, shards))."
+        )
+    if names == ("dp_replicate",):
+        raise ConfigError(
+            "the mesh has the dimension dp_replicate alone: expected one to shard over.\n"
+            "Set dp_shard_size (of ParallelismConfig), or leave the mesh out: all ranks share the states then."
+        )
+    size: int = ranks.shape[-1]
+    return "all" if size == world_size else size

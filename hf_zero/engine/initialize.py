@@ -11,12 +11,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.resolved import DEFAULT
 from hf_zero.distributed.processes import init_distributed, join_processes, wrong_on_all
+from hf_zero.distributed.rank_groups import group_of_mesh
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.replace import engines_inside, replace_engines
 from hf_zero.engine.script_arguments import adopt_local_rank, config_of
@@ -47,6 +49,7 @@ def initialize(
     distributed_port: int | None = None,
     mpu: Any = None,
     mesh_param: Any = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[ZeroEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     """Train `model` with ZeRO; the signature is deepspeed.initialize's. All ranks must call.
 
@@ -65,14 +68,15 @@ def initialize(
         collate_fn: Makes a batch of samples, as a DataLoader's does.
         dist_init_required: False: the process group must exist already. None: it is made where it does not, for one
             process too, as `init_distributed` does with `distributed_port`.
+        mesh: As FSDP2 takes it, with all ranks in order: (shards) or (replicas, shards). It sets `sharding_group`.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler); what was not asked for is None.
     Raises:
         ConfigError: Everything that is wrong with the configuration, at once; or there is none, or there are two.
     """
-    model = _check_arguments(model, mpu, mesh_param)
-    loaded = config_of(args, config, config_params)
+    model = _check_arguments(model, mpu, mesh_param, mesh)
+    loaded = _sharded_by(mesh, config_of(args, config, config_params))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     adopt_local_rank(args)
     world_size = _ranks_with_data(model, loaded)
@@ -92,7 +96,7 @@ def initialize(
     return engine, sharded, loader, engine.lr_scheduler
 
 
-def _check_arguments(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
+def _check_arguments(model: nn.Module | None, mpu: Any, mesh_param: Any, mesh: DeviceMesh | None) -> nn.Module:
     """Return the model itself; raise ConfigError for what `initialize` cannot take."""
     if model is None:
         raise ConfigError("initialize needs a model: hf_zero.initialize(model=..., optimizer=..., config=...)")
@@ -100,8 +104,14 @@ def _check_arguments(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.M
         raise ConfigError("initialize(mpu=...): model parallelism beside hf_zero is not supported")
     if mesh_param is not None:
         raise ConfigError("initialize(mesh_param=...): sequence parallelism beside hf_zero is not supported")
+    if mesh is not None and _staged(model) is not None:
+        raise ConfigError("initialize(mesh=...): the stages of a pipeline place their ranks themselves; leave it out")
     check_parameters(model := model.module if isinstance(model, ZeroEngine) else model)
     return model
+
+
+def _sharded_by(mesh: DeviceMesh | None, config: ZeroConfig) -> ZeroConfig:
+    return config if mesh is None else config.sharded_in(group_of_mesh(mesh, dist.get_world_size()))
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

@@ -129,13 +129,13 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
 
 
 def parallelism_conflicts(parallelism: Any) -> list[Problem]:
-    """Return the problems of a ParallelismConfig (or None) whose dimensions shard or wrap the model themselves."""
-    dimensions = ("tp", "cp", "sp", "dp_shard", "dp_replicate")
-    names = [name for name in dimensions if getattr(parallelism, f"{name}_enabled", False)]
+    """Return the problems of a ParallelismConfig (or None) in whose dimensions ranks would share a batch."""
+    names = [name for name in ("tp", "cp", "sp") if getattr(parallelism, f"{name}_enabled", False)]
     if not names:
         return []
-    text = f"parallelism_config enables {', '.join(names)}: hf_zero shards over all ranks and nothing else."
-    return [Problem("TrainingArguments.parallelism_config", text, "Remove parallelism_config.")]
+    text = f"parallelism_config enables {', '.join(names)}: with hf_zero each rank has a batch of its own."
+    remedy = "Leave that out; dp_replicate_size and dp_shard_size say in which groups ranks shard."
+    return [Problem("TrainingArguments.parallelism_config", text, remedy)]
 
 
 def accelerator_conflicts(accelerator: Accelerator, config: ZeroConfig) -> list[Problem]:

@@ -25,6 +25,7 @@ from hf_zero.config.parse import EXAMPLE
 from hf_zero.config.problems import raise_all
 from hf_zero.config.resolved import FILE, LossScaling
 from hf_zero.distributed.processes import wrong_on_all
+from hf_zero.distributed.rank_groups import group_of_mesh
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.initialize import new_engine
 from hf_zero.errors import ConfigError, StateError
@@ -89,6 +90,8 @@ class ZeroPlugin:
             )
         check_world_size(accelerator.num_processes, "Accelerator")
         raise_all(self.config.source, accelerator_conflicts(accelerator, self.config))
+        if (mesh := accelerator.torch_device_mesh) is not None:
+            self.config = self.config.sharded_in(group_of_mesh(mesh, accelerator.num_processes))
         if self._args is None:
             take_accumulation(accelerator, self.config)
         resolved = self.resolve(accelerator)
