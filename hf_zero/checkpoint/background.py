@@ -52,7 +52,6 @@ from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_UNDER_WAY, _THROUGH = 0.0, 1.0
 _OUTCOME = "outcome"
 _GIVEN_UP = "given up"  # by the first rank that does, and why
 _SAY_EVERY_S = 60.0
@@ -114,10 +113,10 @@ class BackgroundSaves:
         self._running.start()
 
     def own_value(self) -> float:
-        return _UNDER_WAY if self._running is None or not self._running.is_through else _THROUGH
+        return float(self._running is None or not self._running.is_through)
 
-    def on_vote(self, values: list[float]) -> None:
-        self._all_through = all(value == _THROUGH for value in values)
+    def on_vote(self, total: float) -> None:
+        self._all_through = total == 0
 
     def after_step(self) -> None:
         """Raise CheckpointError, on all ranks in the same step, if a save has failed."""

@@ -30,6 +30,7 @@ from hf_zero.checkpoint.writer import (
     prepare_folder,
     write_rank_file,
 )
+from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError
 
 
@@ -38,7 +39,6 @@ class SaveReply:
     """A rank's reply to the others before anything is written."""
 
     save_id: str  # of those that commit
-    groups: dict[str, int]  # parameter -> index of its group, of those that the rank updates
     host: tuple[int | None, str]  # the number of the rank's file, and where it is written
 
 
@@ -87,35 +87,42 @@ def save(
     beside = {**scripts(folder), **(beside or {})}
     states: list[SliceState] = []
     buffers: dict[str, torch.Tensor] = {}
+    groups: dict[str, int] = {}
 
     def prepare() -> SaveReply:
-        nonlocal states, buffers
+        nonlocal states, buffers, groups
         if number is not None:
             states, buffers = [*contents.slice_states()], contents.buffers()
         check_info(contents.info(client_state))
         groups = {} if contents.optimizer is None else group_numbers(contents.optimizer)
-        save_id = prepare_folder(folder, beside) if commits else ""
-        return SaveReply(save_id, groups, (number, socket.gethostname()))
+        return SaveReply(prepare_folder(folder, beside) if commits else "", (number, socket.gethostname()))
 
     with _discarding(folder, beside, commits):
         replies = comm.agree("checkpoint contents", prepare, CheckpointError)
         buffers = contents.in_first_file(buffers)
     info = _complete(contents, contents.info(client_state), digests, replies)
     save_id = next((one.save_id for one in replies if one.save_id), "")  # one for all nodes: a file has one name
-    write = None if number is None else partial(write_rank_file, folder, number, save_id=save_id, info=info)
+    write_as = partial(write_rank_file, folder, save_id=save_id, info=info, groups=groups)
+    write = None if number is None else partial(write_as, number)
     if background is not None:
         background.start(Job(folder, info, _write_of_copy(write, background, states, buffers), beside, committers))
         return
     bar = f"Saving {folder.name}" if comm.rank == 0 else ""
     with _discarding(folder, beside, commits):
-        mine = None if write is None else partial(write, states, buffers, bar=bar)
-        records = comm.agree("checkpoint files", mine, CheckpointError)
-        build = partial(build_manifest, info, [record for record in records if record is not None])
+        records = _records(comm, None if write is None else partial(write, states, buffers, bar=bar))
+        build = partial(build_manifest, info, records)
         if not contents.node_local:
             publish = (lambda: commit(folder, build(), beside)) if comm.rank == 0 else None
             comm.agree("checkpoint manifest", publish, CheckpointError)
     if contents.node_local:
         commit_everywhere(comm, folder, build, committers, beside)
+
+
+def _records(comm: Comm, write: Callable[[], FileRecord] | None) -> list[FileRecord]:
+    """Write this rank's file; return the records of all files, on rank 0. All ranks must call."""
+    mine: list[FileRecord] = []
+    comm.agree("checkpoint files", None if write is None else lambda: mine.append(write()), CheckpointError)
+    return [record for of_rank in comm.gather_object(mine, "records of checkpoint files") for record in of_rank]
 
 
 def _write_of_copy(
@@ -148,7 +155,6 @@ def _complete(
     return replace(
         info,
         frozen_digests=digests,
-        param_group_of={name: number for one in replies for name, number in one.groups.items()},
         hosts=[hosts[number] for number in range(contents.num_writers)] if contents.node_local else (),
     )
 

@@ -4,7 +4,7 @@
     0  every rank  check_info(info): what JSON cannot hold is refused before anything is written
     1  rank 0      save_id = prepare_folder(folder)            then broadcast save_id
     2  every rank  record = write_rank_file(folder, rank, slices, buffers, save_id=save_id)
-    3  every rank  all-gather the records: has every rank written its file?
+    3  every rank  has every rank written its file? Rank 0 gathers the records
     4  rank 0      commit(folder, build_manifest(info, records), beside); where a rank or this failed, abandon(folder)
     5  every rank  wait for rank 0's result, so that no rank starts the next save into the folder before it is decided
 
@@ -29,7 +29,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,7 @@ class FileRecord:
     kinds: dict[str, dict[str, str]]  # parameter -> kind -> element type
     scalars: dict[str, dict[str, Any]]  # parameter -> optimizer scalars
     buffers: tuple[TensorInfo, ...]
+    groups: Mapping[str, int]  # parameter -> index of its group, of those that the rank updates
 
 
 # -------------------------------------------------------------------- phase 0: every rank
@@ -166,6 +167,7 @@ def write_rank_file(
     *,
     save_id: str = "",
     info: SaveInfo | None = None,
+    groups: Mapping[str, int] | None = None,
     bar: str = "",
 ) -> FileRecord:
     """Write this rank's shards; they are on the disk when this returns.
@@ -177,6 +179,7 @@ def write_rank_file(
         slices: Everything this rank owns. Tensors are 1-D [slice_.numel], in their own dtype.
         buffers: Persistent buffers, unsharded, under their state_dict names; given by rank 0 only.
         info: What the manifest will hold; the file is marked with it.
+        groups: See FileRecord.
         bar: The title of a progress bar; without one there is none.
     Raises:
         CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
@@ -203,6 +206,7 @@ def write_rank_file(
         kinds={s.slice.name: {kind: dtype_name(t.dtype) for kind, t in s.tensors.items()} for s in states},
         scalars={state.slice.name: dict(state.scalars) for state in states if state.scalars},
         buffers=tuple(infos),
+        groups=groups or {},
     )
 
 
@@ -258,7 +262,9 @@ def build_manifest(info: SaveInfo, records: Sequence[FileRecord]) -> Manifest:
         raise AssertionError(f"records of ranks {[r.rank for r in records]} at world size {info.world_size}")
     kinds: dict[str, dict[str, str]] = {}
     scalars: dict[str, dict[str, Any]] = {}
+    groups = dict(info.param_group_of)
     for record in records:
+        groups |= record.groups
         for name, found in record.kinds.items():
             if kinds.setdefault(name, found) != found:
                 raise AssertionError(f"{name}: rank {record.rank} saved {found}, another rank {kinds[name]}")
@@ -267,7 +273,7 @@ def build_manifest(info: SaveInfo, records: Sequence[FileRecord]) -> Manifest:
             if any(key.endswith(SCALE_MARK) and values.get(key) != one for key, one in others.items()):
                 raise AssertionError(f"{name}: rank {record.rank} saved {values}, another rank {others}")
     manifest = Manifest(
-        **vars(info),
+        **vars(replace(info, param_group_of=groups)),
         format_version=version_of(info.layouts, scalars),
         hf_zero_version=package_version(),
         saved_at=time.time(),

@@ -104,3 +104,37 @@ def gather_rows(rows: torch.Tensor, rank: int, tag: int, group: Any) -> None:
             work.wait()
         have += number
     rows.copy_(kept.roll(rank, 0))
+
+
+def combine(values: torch.Tensor, largest: int, rank: int, count: int, tag: int, group: Any) -> None:
+    """Replace `values` (1-D) by their sums over `count` ranks, the last `largest` by their maxima.
+
+    Returns when all of it is over. By recursive doubling: a rank sends as many messages as the number of ranks has
+    binary digits, or one more, of one size. Every rank gets the same bits, since partners add the same two numbers.
+    """
+    received = torch.empty_like(values)
+    sums = len(values) - largest
+
+    def add_from(other: int, *, sends: bool) -> None:
+        works: list[Any] = [dist.irecv(received, group=group, group_src=other, tag=tag)]
+        works += [dist.isend(values, group=group, group_dst=other, tag=tag)] if sends else []
+        for work in works:
+            work.wait()
+        values[:sums] += received[:sums]
+        torch.maximum(values[sums:], received[sums:], out=values[sums:])
+
+    # The ranks from here on leave their values to one below, and get the result.
+    paired = 1 << (count.bit_length() - 1)
+    if rank >= paired:
+        dist.send(values, group=group, group_dst=rank - paired, tag=tag)
+        dist.recv(values, group=group, group_src=rank - paired, tag=tag)
+        return
+    waits = rank + paired < count
+    if waits:
+        add_from(rank + paired, sends=False)
+    distance = 1
+    while distance < paired:
+        add_from(rank ^ distance, sends=True)
+        distance *= 2
+    if waits:
+        dist.send(values, group=group, group_dst=rank + paired, tag=tag)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hf_zero.distributed.backend_calls import COALESCED, exchange, gather_rows
+from hf_zero.distributed.backend_calls import COALESCED, combine, exchange, gather_rows
 from hf_zero.distributed.block_quantization import message_bytes, sum_messages
 from hf_zero.distributed.coalesced import Coalesced
 from hf_zero.distributed.engine_group import EngineGroup
@@ -334,20 +334,18 @@ class Comm:
                 return self._exchange(places, parts, title)
             return self._begin(functools.partial(dist.all_to_all_single, out, full, received, sent), title)
 
-    def vote(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """`values` (1-D float64, any device) of every rank: [world size, numel] on the host.
+    def vote(self, values: torch.Tensor, what: str, *, largest: int = 0) -> torch.Tensor:
+        """The sums over ranks of `values` (1-D float64, any device), of the last `largest` the maxima: on the host.
 
-        All ranks must call. Raises DivergenceError on all ranks if they have started different operations before.
+        They are the same on all ranks, to the bit. All ranks must call.
         """
         self._record("vote", what, values)
         items = torch.tensor([item.own_value() for item in self._vote_items], dtype=torch.float64, device="cpu")
-        mine = torch.cat([values.cpu(), items])
-        by_rank = mine.unsqueeze(0)
-        if self._processes is not None:
-            by_rank = self._all_gather_numbers(self._processes, mine, f"vote on {what}")
-        for column, item in enumerate(self._vote_items, values.numel()):
-            item.on_vote(by_rank[:, column].tolist())
-        return by_rank[:, : values.numel()]
+        combined = torch.cat([items, values.cpu()])
+        self._combine(combined, largest, f"vote on {what}")
+        for item, total in zip(self._vote_items, combined.tolist(), strict=False):
+            item.on_vote(total)
+        return combined[len(items) :]
 
     def add_vote_item(self, item: VoteItem) -> None:
         """Let a number of this rank travel with every vote from now on. All ranks must call, in the same order."""
@@ -376,16 +374,24 @@ class Comm:
         link.find_connections(lambda mine: self.all_gather_object(mine, "connections of messages"))
         return Messages(self._processes, link, self.device)
 
-    def all_gather_numbers(self, values: Sequence[float], what: str) -> list[list[float]]:
-        """`values` of every rank, in rank order. All ranks must call.
+    def largest(self, values: Sequence[float], what: str) -> list[float]:
+        """The largest of each of `values` over all ranks. All ranks must call."""
+        if self._processes is not None:
+            self._processes.add_to_log("agree", what)
+        combined = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._combine(combined, len(values), what)
+        found: list[float] = combined.tolist()
+        return found
 
-        Raises DivergenceError on all ranks if they have started different operations before.
-        """
+    def all_gather_numbers(self, values: Sequence[float], what: str) -> list[list[float]]:
+        """`values` of every rank, in rank order. All ranks must call."""
         if self._processes is None:
             return [list(values)]
         self._processes.add_to_log("agree", what)
-        mine = torch.tensor(values, dtype=torch.float64, device="cpu")
-        rows: list[list[float]] = self._all_gather_numbers(self._processes, mine, what).tolist()
+        everyone = torch.empty((self.world_size, len(values)), dtype=torch.float64, device="cpu")
+        everyone[self.rank] = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._gather_rows(everyone, what)
+        rows: list[list[float]] = everyone.tolist()
         return rows
 
     def shared_call(self, call: SharedCall, value: float = 0.0) -> contextlib.AbstractContextManager[None]:
@@ -419,6 +425,15 @@ class Comm:
         out = [pickle.loads(data) for data in self._all_gather_bytes(pickle.dumps((group.log.digest, value)), what)]
         group.expect_equal([digest for digest, _ in out], what)
         return [given for _, given in out]
+
+    def gather_object(self, value: Any, what: str) -> list[Any]:
+        """`value` of every rank, in rank order, on group rank 0; nothing on the others. All ranks must call."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [int(length) for (length,) in self.all_gather_numbers([len(mine)], f"sizes of {what}")]
+        if self.rank != 0:
+            lengths = [0] * self.world_size
+        given = self.exchange_bytes([mine, *[_NO_BYTES] * (self.world_size - 1)], lengths, what)
+        return [pickle.loads(data.numpy().tobytes()) for data in given] if self.rank == 0 else []
 
     def exchange_bytes(self, parts: Sequence[torch.Tensor], sizes: Sequence[int], what: str) -> list[torch.Tensor]:
         """Send `parts[r]` to rank r and return what every rank sends, `sizes[r]` bytes of rank r. All ranks must call.
@@ -747,15 +762,11 @@ class Comm:
         # Parts may change once every rank has read them.
         self._begin(dist.barrier, what).wait()
 
-    def _all_gather_numbers(self, group: EngineGroup, values: torch.Tensor, what: str) -> torch.Tensor:
-        """`values` (1-D float64 on the host) of every rank, [world size, numel], from ranks that started the same
-        operations before. Logged by the caller."""
-        everyone = torch.empty((self.world_size, 1 + values.numel()), dtype=torch.float64, device="cpu")
-        everyone[self.rank, 0] = group.log.digest
-        everyone[self.rank, 1:] = values
-        self._gather_rows(everyone, what)
-        group.expect_equal(everyone[:, 0].tolist(), what)
-        return everyone[:, 1:]
+    def _combine(self, values: torch.Tensor, largest: int, what: str) -> None:
+        """Combine the values of all ranks in place: see `vote`. Logged by the caller."""
+        if (group := self._processes) is not None:
+            call = functools.partial(combine, values, largest, self.rank, self.world_size, group.log.tag)
+            self._on_host(call, what).wait()
 
     def _record(self, op: str, what: str, full: torch.Tensor, *, equal_sizes: bool = True) -> None:
         if self._processes is not None:

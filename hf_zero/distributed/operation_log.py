@@ -8,8 +8,8 @@ Every operation has a tag, a digest of all operations up to it. Messages of gloo
 history never meet: both ranks wait. A rank that waits for long publishes its position and digest in the key-value
 store, with the list of its last operations, and compares with every rank that has come no farther: it knows its own
 digests at the last positions. Lists are read only where digests differ. What gloo matches by order alone (all-reduce,
-broadcast) and everything on other backends is confirmed before its result counts: the digests of all ranks are
-compared at the end of a forward and before an update (Comm.all_gather_numbers, Comm.vote).
+broadcast) and everything on other backends is confirmed before its result counts: by messages with a tag, at the end
+of a forward and before an update (Comm.largest, Comm.vote).
 
 A call that all ranks must make and that exchanges nothing, such as a backward whose gradients stay on their rank, is
 an operation too (Comm.note_call): where one rank leaves it out, the next exchange finds the difference.

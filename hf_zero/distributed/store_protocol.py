@@ -54,9 +54,9 @@ class Presence:
             LostRankError: Some have ended, or the store has gone with the process that held it.
         """
         timeout_s = timeout_s or TIMEOUTS.presence
-        keys = [f"hf_zero/{group}/{name}/{self._calls[name]}/{rank}" for rank in range(world_size)]
+        call = f"hf_zero/{group}/{name}/{self._calls[name]}"
         try:
-            missing = _missing(keys, rank, timeout_s, ended_ranks, look)
+            missing = _missing(call, rank, world_size, timeout_s, ended_ranks, look)
         except RuntimeError as error:  # DistNetworkError
             reason = str(error).splitlines()[0]
             raise LostRankError(
@@ -81,15 +81,24 @@ def _exchange_failures(group: str, rank: int, missing: Sequence[int], name: str)
 
 
 def _missing(
-    keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable[[], list[int]], look: Callable[[], None]
+    call: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    ended_ranks: Callable[[], list[int]],
+    look: Callable[[], None],
 ) -> list[int]:
-    """Return the ranks that have not come within `timeout_s`; this rank has then not come either."""
+    """Return the ranks that have not come within `timeout_s`; this rank has then not come either.
+
+    They are counted, so that many ranks do not ask for as many keys each.
+    """
     store = _store()
-    store.set(keys[rank], "1")
+    store.set(f"{call}/{rank}", "1")
+    come = store.add(call, 1)
     now = time.monotonic()
     deadline, look_at = now + timeout_s, now + TIMEOUTS.look_for_ended
     pause = 0.0002  # ranks in step come within less than a millisecond; others are not worth a busy store
-    while not store.check(keys):
+    while come < world_size:
         now = time.monotonic()
         if now > look_at:
             if ended := ended_ranks():
@@ -97,11 +106,13 @@ def _missing(
             look()
             look_at = now + TIMEOUTS.look_for_ended
         if now > deadline:
-            missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            store.delete_key(keys[rank])
+            if missing := [other for other in range(world_size) if not store.check([f"{call}/{other}"])]:
+                store.delete_key(f"{call}/{rank}")
+                store.add(call, -1)
             return missing
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
+        come = store.add(call, 0)
     return []
 
 

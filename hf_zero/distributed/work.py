@@ -68,5 +68,5 @@ class VoteItem(Protocol):
     def own_value(self) -> float:
         """Return this rank's number for the vote that begins."""
 
-    def on_vote(self, values: list[float]) -> None:
-        """Receive the numbers of all ranks, in rank order."""
+    def on_vote(self, total: float) -> None:
+        """Receive the sum of the numbers of all ranks."""

@@ -56,7 +56,7 @@ class StepSchedule(StepEvents):
         self.reducer = GradReducer(built.grads, self._comm, self, overlap=overlap, on_arrival=on_arrival)
         self.param_grads = ParamGrads(self.reducer, self)
         self._weight_edits = WeightEdits(built.units, self.param_grads, self)
-        self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self, self._comm.all_gather_numbers)
+        self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self, self._comm.largest)
         self._unfreeze = Unfreeze(built, self.params, self)
         self.accumulate_over(accumulation_steps)
 

@@ -100,7 +100,7 @@ class ScaledAdam(UpdateRule):
         if all(state.flat.layout.world_size == 1 for state in self._states.values()):
             return mine
         values = torch.cat([one.view(-1) for one in mine])
-        largest = self._comm.vote(values.double(), "largest values of states").amax(0).to(values)
+        largest = self._comm.vote(values.double(), "largest values of states", largest=len(values)).to(values)
         pieces = largest.split([one.numel() for one in mine])
         return [piece.view_as(one) for piece, one in zip(pieces, mine, strict=True)]
 

@@ -297,8 +297,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
             with torch.no_grad():
                 take_gradients()
-                losses = self._comm.vote(torch.tensor([float(loss)], dtype=torch.float64, device="cpu"), "a loss")
-                mean = losses.mean().item()
+                total = self._comm.vote(torch.tensor([float(loss)], dtype=torch.float64, device="cpu"), "a loss")
+                mean = total.item() / self._comm.world_size
                 return loss.new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
 
         if not all(acc.is_empty for acc in self._reducer.accumulators):  # of a backward before the step

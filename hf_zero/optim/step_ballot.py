@@ -22,6 +22,7 @@ from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.runtime.reduce_schedule import GradReducer
 
 ParamGroups = Sequence[Mapping[str, Any]]
+_FROZEN = float(1 << 26)  # more than there are ranks, and exact in sums of float64
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,22 @@ def hold_ballot(
     if closes and not facts.same_numbers:
         refuse_different(param_groups, comm)
     if closes:
-        _refuse_frozen_apart(reducer.accumulators, facts.frozen)
+        _refuse_frozen_apart(reducer.accumulators, facts.frozen, comm)
         _refuse_unused(reducer.accumulators, facts.has_grad)
     return StepFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
 
 
-def _refuse_frozen_apart(accumulators: Sequence[GradAccumulator], frozen: torch.Tensor) -> None:
+def _refuse_frozen_apart(accumulators: Sequence[GradAccumulator], frozen: torch.Tensor, comm: Comm) -> None:
     """Raise StateError for the first parameter that is frozen on some ranks only; see _Outcome."""
-    apart = (frozen.any(0) != frozen.all(0)).nonzero().flatten().tolist()
+    apart = ((frozen > 0) & (frozen < comm.world_size)).nonzero().flatten().tolist()
     if apart:
-        names = [slot.name for acc in accumulators for slot in acc.flat.layout.slots]
-        ranks = frozen[:, apart[0]].nonzero().flatten().tolist()
+        all_of = [(acc, index) for acc in accumulators for index in range(len(acc.flat.params))]
+        acc, index = all_of[apart[0]]
+        rows = comm.all_gather_numbers([_value_of(acc, index)], "frozen parameters")
+        ranks = [str(rank) for rank, (value,) in enumerate(rows) if value == _FROZEN]
         raise StateError(
-            f"{names[apart[0]]} requires no gradient on rank(s) {', '.join(map(str, ranks))}, and does on others: its "
-            "mean would lack their data.\nCall requires_grad_ alike on all ranks."
+            f"{acc.flat.layout.slots[index].name} requires no gradient on rank(s) {', '.join(ranks)}, and does on "
+            "others: its mean would lack their data.\nCall requires_grad_ alike on all ranks."
         )
 
 
@@ -104,7 +107,7 @@ class _Outcome:
     same_changes: bool  # of gradients by hand
     rests: list[bool]
     has_grad: list[tuple[bool, ...]]
-    frozen: torch.Tensor  # [rank, parameter of all accumulators], bool: it has no gradient and requires none
+    frozen: torch.Tensor  # [parameter of all accumulators]: the ranks where it has no gradient and requires none
 
 
 def _vote(
@@ -118,27 +121,32 @@ def _vote(
     norm_sq = local_norm_sq(reducer.accumulators, norms, comm)
     digests = [groups_digest(param_groups), param_grads.digest(norm_sq)]
     numbers = [len(acc.flat.params) for acc in reducer.accumulators]
-    ballot = [0.0, *digests, *(float(acc.has_late_gradients) for acc in reducer.accumulators)]
+    ballot = [0.0, *(float(acc.has_late_gradients) for acc in reducer.accumulators)]
     for acc, number in zip(reducer.accumulators, numbers, strict=True):
-        ballot += [1.0 if index in acc.seen else _unseen(acc.flat.params[index]) for index in range(number)]
+        ballot += [_value_of(acc, index) for index in range(number)]
+    ballot += [*digests, *(-digest for digest in digests)]
     values = torch.tensor(ballot, dtype=torch.float64, device="cpu")
     values[0] = norm_sq
-    by_rank = comm.vote(values, purpose)
-    squares, equal, rests, seen = by_rank.split([1, len(digests), len(numbers), sum(numbers)], dim=1)
-    same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
-    there = iter((seen > 0).any(0).tolist())
+    combined = comm.vote(values, purpose, largest=2 * len(digests))
+    square, rests, counts, highest, lowest = combined.split([1, len(numbers), sum(numbers), *2 * [len(digests)]])
+    same_numbers, same_changes = (highest == -lowest).tolist()
+    there = iter((counts % _FROZEN > 0).tolist())
     return _Outcome(
-        norm_sq=float(squares.sum()),
+        norm_sq=square.item(),
         same_numbers=same_numbers,
         same_changes=same_changes,
-        rests=rests.any(0).tolist(),
+        rests=(rests > 0).tolist(),
         has_grad=[tuple(itertools.islice(there, number)) for number in numbers],
-        frozen=seen < 0,
+        frozen=counts // _FROZEN,
     )
 
 
-def _unseen(param: torch.nn.Parameter) -> float:
-    return 0.0 if param.requires_grad else -1.0
+def _value_of(acc: GradAccumulator, index: int) -> float:
+    """The value that a rank adds for a parameter. Of their sum, the ranks with a gradient are the part below _FROZEN,
+    and those where it is frozen the multiple of that."""
+    if index in acc.seen:
+        return 1.0
+    return 0.0 if acc.flat.params[index].requires_grad else _FROZEN
 
 
 def local_norm_sq(accumulators: Sequence[GradAccumulator], norms: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:

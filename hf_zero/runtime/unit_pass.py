@@ -21,15 +21,16 @@ tells what it uses next has not computed with the last unit: the ranks ask about
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hf_zero.runtime.use_order import Mark, UseOrder
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
-# Gives the numbers of all ranks, in rank order. All ranks must call.
-Ask = Callable[[Sequence[float], str], list[list[float]]]
-_NOTHING = -1
+# Gives the largest of each number over all ranks. All ranks must call.
+Ask = Callable[[Sequence[float], str], list[float]]
+_NOTHING = -math.inf
 
 
 class Phase(enum.Enum):
@@ -146,18 +147,19 @@ class UnitPass:
         Args:
             is_ahead: This rank expects to use `wanted`, and has not computed yet with the unit that it uses now.
         """
-        index = _NOTHING if wanted is None else self.order.number_of(wanted)
+        sign = -1 if self.phase is Phase.FORWARD else 1  # the first of the needed units comes next, or the last
+        needed = _NOTHING if wanted is None else float(sign * self.order.number_of(wanted))
         digest = self.order.digest() if wanted is None else 0.0
-        is_over = [float(not self._actions.has_open_use(unit)) for unit in self._gathered]
-        by_rank = self._ask([float(index), float(is_ahead), digest, *is_over], f"layers of a {self.phase.value}")
-        needed = [int(row[0]) for row in by_rank if row[0] != _NOTHING]
-        if not needed:
-            return len({row[2] for row in by_rank}) == 1
-        chosen = self._units[min(needed) if self.phase is Phase.FORWARD else max(needed)]
+        open_uses = [float(self._actions.has_open_use(unit)) for unit in self._gathered]
+        asked = [needed, float(is_ahead), digest, -digest, *open_uses]
+        next_one, some_are_ahead, highest, lowest, *are_open = self._ask(asked, f"layers of a {self.phase.value}")
+        if next_one == _NOTHING:
+            return highest == -lowest
+        chosen = self._units[int(sign * next_one)]
         self._gather(chosen, is_needed=chosen is wanted)
-        in_use = self._gathered[-1:] if any(row[1] for row in by_rank) else []
-        for number, unit in enumerate(self._gathered[: len(self._gathered) - len(in_use)], 3):
-            if self.phase is Phase.BACKWARD and unit is not chosen and all(row[number] for row in by_rank):
+        in_use = self._gathered[-1:] if some_are_ahead else []
+        for unit, is_open in zip(self._gathered[: len(self._gathered) - len(in_use)], are_open, strict=False):
+            if self.phase is Phase.BACKWARD and unit is not chosen and not is_open:
                 self._actions.reduce(unit)
         self._gathered = [*in_use, chosen]
         return None

@@ -98,7 +98,7 @@ class OnDemandParams:
         [Note: Ranks that use different units] in unit_pass.py.
 
     Args:
-        ask: Gives numbers of all ranks, see Comm.all_gather_numbers.
+        ask: Gives the largest numbers of all ranks, see Comm.largest.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class OnDemandParams:
         else:
             if unit.state is UnitState.SHARDED:
                 # The gather of a rank that reads alone would meet another one on a backend that matches by order.
-                self._ask([], f"a read of {unit.name}")
+                self._ask([0.0], f"a read of {unit.name}")
             with torch.no_grad():
                 self.unshard(unit, exact=unit.state is UnitState.SHARDED)
 

@@ -19,7 +19,6 @@ from torch import nn
 
 import hf_zero
 from hf_zero.distributed import comm as comm_module
-from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.operation_log import OperationCheck, OperationLog, difference_of
 from hf_zero.distributed.timeouts import TIMEOUTS
 from hf_zero.engine.engine import ZeroEngine
@@ -372,15 +371,3 @@ def test_ranks_in_step_read_no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     text = str(error)
     assert isinstance(error, DivergenceError) and "rank 5: all_gather an expert" in text
     assert "rank 40: all_gather the head (8 x float32), then vote step" in text and "rank 6" not in text
-
-
-def gather_in_a_world_of_votes() -> list[float]:
-    """Exact at any number of ranks: what a vote gives is by rank."""
-    comm = Comm.join()
-    votes = comm.vote(torch.tensor([2.0**52 - 1, float(comm.rank)], dtype=torch.float64), "test")
-    assert votes.shape == (comm.world_size, 2)
-    return [float(value) for value in votes.flatten()]
-
-
-def test_votes_are_by_rank() -> None:
-    assert run_ranks(gather_in_a_world_of_votes, 3) == [[2.0**52 - 1, 0.0, 2.0**52 - 1, 1.0, 2.0**52 - 1, 2.0]] * 3

@@ -72,7 +72,7 @@ def _seconds(comm: Comm, nbytes: int) -> float:
         comm.all_gather(full, full.chunk(comm.world_size)[comm.rank], "measuring").wait()
         full[:1].cpu()  # a device waits for it, and the host for the device
         times.append(time.perf_counter() - begun)
-    return max(comm.all_gather_numbers([statistics.median(times)], "measuring"))[0]
+    return comm.largest([statistics.median(times)], "measuring")[0]
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -101,8 +101,8 @@ class PretendedComm(Comm):
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return [value] * self.world_size
 
-    def all_gather_numbers(self, values: Sequence[float], what: str) -> list[list[float]]:
-        return [list(values)] * self.world_size
+    def largest(self, values: Sequence[float], what: str) -> list[float]:
+        return list(values)
 
     def _begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:
         return Ended(finish)

@@ -82,7 +82,7 @@ class _Recorder(OnDemandParams, PassEvents):
     """Records the calls it gets, and leaves every unit unsharded."""
 
     def __init__(self, units: list[ShardUnit], tracker: StorageTracker) -> None:
-        super().__init__(units, PrefetchLimits(0, 0), StepEvents(), lambda values, what: [list(values)])
+        super().__init__(units, PrefetchLimits(0, 0), StepEvents(), lambda values, what: list(values))
         self.events: list[Event] = []
         self._tracker = tracker
         self._arriving = {

@@ -48,7 +48,7 @@ class PlannedStep(StepEvents):
         self.times = 1  # how many micro-batches are as this one
         on_arrival = not any(unit.on_demand for unit in built.units)
         self.reducer = GradReducer(built.grads, comm, self, overlap=config.zero.overlap_comm, on_arrival=on_arrival)
-        self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self, comm.all_gather_numbers)
+        self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self, comm.largest)
 
     def is_boundary(self) -> bool:
         """See StepEvents."""

@@ -282,8 +282,8 @@ class PipelineEngine(ZeroEngine):
 
     def _norm_of_all(self, norm: float) -> float:
         """Compute the norm of all stages' gradients from that of each stage. All ranks must call."""
-        mine = torch.tensor([norm if self.comm.rank == 0 else 0.0], dtype=torch.float64, device="cpu")
-        return math.sqrt(sum(one * one for one in self.world.vote(mine, "norm of all stages")[:, 0].tolist()))
+        mine = torch.tensor([norm * norm if self.comm.rank == 0 else 0.0], dtype=torch.float64, device="cpu")
+        return math.sqrt(self.world.vote(mine, "norm of all stages").item())
 
     def _expect_alike(self, mine: Mapping[str, str], what: str, remedy: str = "Give all ranks the same.") -> None:
         """Raise ConfigError, on all ranks, unless they have the same settings. All ranks must call."""

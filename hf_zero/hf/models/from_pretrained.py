@@ -190,9 +190,9 @@ class ShardedLoad:
         same = [slice_is_equal(stored[first], stored[second], rank, world_size) for first, second in pairs]
         if not pairs:
             return dict(stored)
-        mine = torch.tensor([float(one) for one in same], dtype=torch.float64, device="cpu")
-        votes = self._comm.vote(mine, "tied weights")
-        twice = {pair[0] for pair, equal in zip(pairs, votes.all(0).tolist(), strict=True) if equal}
+        other = torch.tensor([float(not one) for one in same], dtype=torch.float64, device="cpu")
+        others = self._comm.vote(other, "tied weights").tolist()
+        twice = {pair[0] for pair, ranks in zip(pairs, others, strict=True) if ranks == 0}
         return {key: value for key, value in stored.items() if key not in twice}
 
     def _replace_parameters(self, present: set[str]) -> None:

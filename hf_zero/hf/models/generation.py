@@ -143,8 +143,8 @@ class _Calls:
             return choice == "once"
         needed = sum(unit.full_bytes for unit in engine.units if unit.state is not UnitState.UNSHARDED)
         free = free_bytes(engine.device, engine.world_size)
-        votes = torch.tensor([float(needed <= SHARE_FOR_WEIGHTS * free)], dtype=torch.float64, device="cpu")
-        fits = bool(engine.comm.vote(votes, "room for generation").all())
+        lacks = torch.tensor([float(needed > SHARE_FOR_WEIGHTS * free)], dtype=torch.float64, device="cpu")
+        fits = engine.comm.vote(lacks, "room for generation").item() == 0
         if self._logged is not fits and engine.rank == 0:
             logger.info(
                 "hf_zero: generate gathers the weights %s: they take %.2f GiB on every rank, and rank 0 has %.2f GiB "

@@ -199,7 +199,7 @@ class LambUpdate(TorchUpdate):
             self.comm.all_reduce(full, what).wait()
             return full
         # On the host beside a device whose backend takes nothing of the host's.
-        return self.comm.vote(full.view(-1), what).sum(0).view_as(full)
+        return self.comm.vote(full.view(-1), what).view_as(full)
 
 
 class OneBitUpdate(TorchUpdate):
