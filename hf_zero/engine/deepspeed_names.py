@@ -42,6 +42,7 @@ class DeepSpeedNames(ModuleWrapper):
     comm: Comm
     loss_scale: LossScale
     schedule: StepSchedule
+    tput_timer: Any  # of an engine that trains: monitors/step_lines.py
 
     @property
     def is_compiled(self) -> bool:

@@ -112,6 +112,28 @@ def test_samples_per_second(clock: Clock) -> None:
     assert timer.global_step_count == 3
 
 
+def test_the_timer_of_an_engine_counts_epochs_and_samples() -> None:
+    engine = hf_zero.initialize(
+        model=nn.Linear(2, 1), config={"train_batch_size": 4, "steps_per_print": 10, "optimizer": {"type": "Adam"}}
+    )[0]
+    assert engine.tput_timer.avg_samples_per_sec() == float("-inf")
+    for _ in range(4):
+        engine.backward(engine(torch.ones(4, 2)).mean())
+        engine.step()
+    assert engine.tput_timer.avg_samples_per_sec() > 0
+    engine.tput_timer.update_epoch_count()
+    assert engine.tput_timer.epoch_count == 1
+
+
+def test_submodules_by_their_names() -> None:
+    helper, model = room("compression.helper"), nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    assert helper.recursive_getattr(model, "0.0") is model[0][0]
+    helper.recursive_setattr(model, "0.0", nn.ReLU())
+    assert isinstance(model[0][0], nn.ReLU)
+    with pytest.raises(NotImplementedError, match="torchao"):
+        _ = room("compression").init_compression
+
+
 def test_a_function_is_a_range_in_a_profile() -> None:
     def doubled(value: int) -> int:
         return 2 * value

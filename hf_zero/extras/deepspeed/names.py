@@ -94,6 +94,10 @@ PATHS: dict[str, dict[str, str]] = {
         has_all_reduce_coalesced=available has_coalescing_manager=available has_reduce_scatter_tensor=available
         log_summary""",
     },
+    "compression.helper": {
+        "accelerate.utils": "recursive_getattr",
+        f"{_OURS}.utils": "recursive_setattr",
+    },
     "checkpoint.utils": {f"{_OURS}.utils": "clone_tensors_for_torch_save"},
     "launcher.runner": {"hf_zero.extras.launcher.forwarding": "DEEPSPEED_ENVIRONMENT_NAME=DEEPSPEED_FILE"},
     "ops.adagrad": {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"},

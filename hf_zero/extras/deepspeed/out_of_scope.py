@@ -42,7 +42,7 @@ _INSTEAD = {
         "torch.distributed, and init_distributed, which finds what srun or mpirun started",
     ),
     "compile": "torch.compile, or engine.compile",
-    "compression": "torchao",
+    "compression.*": "torchao",
     "elasticity": "torchrun --nnodes MIN:MAX; every checkpoint loads at any number of ranks",
     "linear": "PEFT's LoRA",
     "load_ds_config": "DeepSpeedConfig",

@@ -149,3 +149,8 @@ def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
     `device` None leaves them where they are.
     """
     return pytree.tree_map_only(torch.Tensor, lambda one: one.detach().to(device, copy=True), item)
+
+
+def recursive_setattr(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` into the place of the submodule of `model` with this dotted name."""
+    model.set_submodule(name, module)

@@ -31,16 +31,19 @@ class LinesPart(EnginePart):
 
     def start(self) -> Sequence[Watcher]:
         engine, config = self.engine, self.engine.config
-        if not engine.trains or engine.run_comm.rank != 0:
+        if not engine.trains:
+            return []
+        clock = clock_of(engine.device)
+        engine.tput_timer = ThroughputLines(clock, config.steps_per_print, lambda: engine.config.train_batch_size)
+        if engine.run_comm.rank != 0:
             return []
         if config.dump_state:
             log_line(start_text(config))
-        clock = clock_of(engine.device)
         watchers: list[Watcher] = []
         if config.steps_per_print > 0:
             watchers.append(ProgressLines(engine.schedule, config.steps_per_print))
             if config.settings.get("timers.throughput.enabled") is not False:
-                watchers.append(ThroughputLines(clock, config.steps_per_print, lambda: engine.config.train_batch_size))
+                watchers.append(engine.tput_timer)
         if config.wall_clock_breakdown:
             watchers.append(WallClockLines(clock))
         if config.memory_breakdown:
@@ -87,8 +90,17 @@ class ThroughputLines(Watcher):
         self._all, self._step = Stopwatch(clock), Stopwatch(clock)
         self._start: Any = None
         self._last: Any = None
-        self._micro_steps = self._steps = 0
+        self.epoch_count = self._micro_steps = self._steps = 0
         self._samples = 0  # of the steps that were timed
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch; DeepSpeed's programs call it."""
+        self.epoch_count += 1
+        self._micro_steps = 0
+
+    def avg_samples_per_sec(self) -> float:
+        """Return the samples per second of all steps that were timed; minus infinity where none was."""
+        return self._samples / (self._all.read_ms() / 1000.0 + _EPSILON_S) if self._samples else float("-inf")
 
     def on(self, event: Event) -> None:
         if event is Event.FORWARD_STARTS and self._start is None and self._steps >= _WARM_UP_STEPS:
@@ -114,12 +126,13 @@ class ThroughputLines(Watcher):
 
     def _log(self, batch_size: int) -> None:
         memory = device_memory()
-        running = self._samples / (self._all.read_ms() / 1000.0 + _EPSILON_S)
+        allocated, most = (round(size / _GIB, 2) for size in (memory.allocated, memory.max_allocated))
+        running = self.avg_samples_per_sec()
         current = batch_size / (self._step.read_ms() / 1000.0 + _EPSILON_S)
         log_line(
-            f"epoch=0/micro_step={self._micro_steps}/global_step={self._steps}, RunningAvgSamplesPerSec={running}, "
-            f"CurrSamplesPerSec={current}, MemAllocated={round(memory.allocated / _GIB, 2)}GB, "
-            f"MaxMemAllocated={round(memory.max_allocated / _GIB, 2)}GB"
+            f"epoch={self.epoch_count}/micro_step={self._micro_steps}/global_step={self._steps}, "
+            f"RunningAvgSamplesPerSec={running}, CurrSamplesPerSec={current}, MemAllocated={allocated}GB, "
+            f"MaxMemAllocated={most}GB"
         )
 
 
