@@ -724,7 +724,13 @@ class Comm:
     def _on_host(self, call: Callable[[Any], object], what: str, finish: Finish = None) -> Pending:
         """Start what a thread does over gloo; `call` takes torch's group."""
         assert self._processes is not None
-        pending = HostWork(self._processes, call, what, finish)
+
+        def in_thread(group: Any) -> None:
+            # A thread starts without this mode, in which tensors that were made in it may be changed, and others too.
+            with torch.inference_mode():
+                call(group)
+
+        pending = HostWork(self._processes, in_thread, what, finish)
         if self._starting is not None:
             self._starting(pending)
         return pending

@@ -301,7 +301,8 @@ class FlatParam:
         assert groups is not None
         numel = self.layout.padded_numel // groups.size
         if self._row is None or self._row.numel() != numel:
-            self._row, self._row_is_old = torch.empty(numel, dtype=self.dtype, device=self._device), True
+            with torch.inference_mode(False):  # an evaluation may be the first gather; it is filled in training too
+                self._row, self._row_is_old = torch.empty(numel, dtype=self.dtype, device=self._device), True
         buckets = self.buckets_of(full)
         rows = self._row.split([bucket.numel() // groups.size for bucket in buckets])
         exact_once = not may_quantize and "weights" in self.comm.quantizes

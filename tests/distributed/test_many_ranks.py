@@ -40,7 +40,7 @@ def gathered() -> tuple[list[list[float]], list[Any], list[int]]:
     """Return numbers and objects of all ranks, and the messages that this rank has sent for the numbers."""
     with unittest.mock.patch("hf_zero.distributed.comm._FEW_RANKS", 1):
         comm = Comm.join(timeout_s=20)
-        with counted() as sent:
+        with counted() as sent, torch.inference_mode():
             numbers = comm.all_gather_numbers([float(comm.rank), 0.5], "numbers")
         return numbers, comm.all_gather_object("x" * (300 * comm.rank), "objects"), sent
 
@@ -59,7 +59,8 @@ def combined() -> tuple[list[float], list[float], list[int]]:
     values = torch.tensor([2.0**50, 0.1 * comm.rank, comm.rank, -comm.rank], dtype=torch.float64)
     with counted() as sent:
         vote = comm.vote(values, "votes", largest=2)
-    return vote.tolist(), comm.largest([float(-comm.rank), math.inf], "numbers"), sent
+    with torch.inference_mode():
+        return vote.tolist(), comm.largest([float(-comm.rank), math.inf], "numbers"), sent
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 6, pytest.param(7, marks=pytest.mark.slow)])

@@ -332,6 +332,27 @@ def test_windows_that_end_unforeseen(stage: int, offload: dict[str, Any], more: 
         assert got == [pytest.approx(numbers, rel=1e-4, abs=1e-5) for numbers in want]
 
 
+def _evaluations(mode: Callable[[], Any], size: int | str, **zero: Any) -> list[float]:
+    """Return outputs of evaluations before a training step and after it, under `mode`, and a weight read there."""
+    whole = {"stage": 3, "stage3_param_persistence_threshold": 5, GROUP: size, **zero}
+    engine, seen = _start(3, size, zero_optimization=whole), []
+    for number in range(2):
+        with mode():
+            seen.append(engine(torch.ones(2, 13)).sum().item())
+        _step(engine, number)
+        with mode():
+            seen.append(hf_zero.full_param(engine.module.layers[1].weight).sum().item())
+    return seen
+
+
+@pytest.mark.parametrize("zero", [{}, {"zero_quantized_weights": True, "zero_quantized_gradients": True}])
+@pytest.mark.parametrize("size", [1, 2])
+def test_evaluation_in_inference_mode(size: int, zero: dict[str, bool]) -> None:
+    want = run_ranks(_evaluations, 4, torch.no_grad, size, **zero)
+    assert run_ranks(_evaluations, 4, torch.inference_mode, size, **zero) == want
+    assert len(set(want[0])) == 4
+
+
 # ---------------------------------------------------------------- bad input
 def test_group_sizes() -> None:
     hosts = ["a", "a", "b", "b"]
