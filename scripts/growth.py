@@ -51,8 +51,8 @@ class Grown:
     across: float  # from other hosts, in a step, at sharding_group "all"
     across_in_groups: float  # the same at sharding_group "host"
     memory: float  # of its GPU, at the peak
-    messages: int  # that it sends for the agreement on a step
-    message: float  # the size of each, in kB
+    messages: int  # that it sends for the agreement on a step: reckoned, see tests/distributed/test_many_ranks.py
+    message: float  # the size of each, in kB: reckoned
     python: float  # seconds of the engine's own code for two steps and the layouts
     files: int  # in a checkpoint
     records: float  # that rank 0 gathers for it

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains, evaluates and compares as README.md says, in eight minutes on two quiet cores.
+# Trains, evaluates and compares as README.md says, in some eight minutes on two quiet cores.
 #
 #   bash recipes/translation/runs.sh outputs/translation
 #   DTYPE=float64 bash recipes/translation/runs.sh outputs/double    # the same, with short runs in fp64
