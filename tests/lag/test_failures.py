@@ -106,25 +106,27 @@ def test_one_rank_fails(failure: str, place: str, stage: int, schedule: str) -> 
 
 
 def memory_ends_in_a_collective(call: str) -> None:
-    """Memory ends where NCCL allocates, which it does when it connects."""
+    """Memory of rank 1 ends where NCCL allocates, which it does when it connects."""
     training = _start(2, "late")
     link = training.engine.comm._processes.link
 
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    setattr(link.group, call, full)
+    if training.engine.comm.rank == 1:
+        setattr(link.group, call, full)
     training.step(1)
 
 
 def test_memory_that_ends_in_a_collective_is_said_to_have_ended() -> None:
     """auto_find_batch_size tries again after this kind of error only."""
-    failures = run_ranks(
+    told, full = run_ranks(
         memory_ends_in_a_collective, 2, "reduce_scatter_single", expect_error=True, init_group=False, timeout=60
     )
-    for failure in failures:
-        assert failure.kind == "OutOfMemoryError", failure.traceback
-        assert failure.message.startswith("CUDA out of memory.")
+    assert full.kind == "OutOfMemoryError", full.traceback
+    assert full.message.startswith("CUDA out of memory.")
+    assert told.kind == "DivergenceError", told.traceback
+    assert "rank 1 of 2 ended by OutOfMemoryError: CUDA out of memory." in told.message
 
 
 NCCL_SAID = """NCCL error in: /pytorch/ProcessGroupNCCL.cpp:4013, invalid usage (run with NCCL_DEBUG=WARN)
