@@ -106,7 +106,7 @@ def test_one_rank_fails(failure: str, place: str, stage: int, schedule: str) -> 
 
 
 def memory_ends_in_a_collective(call: str) -> None:
-    """Memory of rank 1 ends where NCCL allocates, which it does when it connects."""
+    """Rank 1 runs out of memory where NCCL allocates, which it does when it connects."""
     training = _start(2, "late")
     link = training.engine.comm._processes.link
 

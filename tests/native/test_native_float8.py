@@ -85,6 +85,48 @@ def test_casts_have_torchs_bits(
     assert found.isnan().any() or name != "few", "vacuous: no NaN was met"
 
 
+def every_finite(dtype: torch.dtype) -> torch.Tensor:
+    """Return each finite number of a 16-bit type, and the same count of fp32 numbers of all exponents."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    if dtype == torch.float32:
+        values = ((bits << 16) + torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32)).view(torch.float32)
+    else:
+        values = bits.to(torch.int16).view(dtype)
+    return values[values.isfinite()]
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_numbers_that_stay_normal_and_their_neighbours(
+    source: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shorter ways are taken where all results are normal numbers, or zero: a neighbour on either side ends that."""
+    torch.manual_seed(0)
+    values, limits = every_finite(source), torch.finfo(dtype)
+    sizes = values.double().abs()
+    pieces, scales = [], []
+    for scale in [2.0**power for power in range(-120, 121, 5)] + [1.5, -1.0, -0.25]:
+        results = sizes * abs(scale)
+        normal = values[(results >= limits.tiny) & (results <= limits.max)]
+        if not len(normal):
+            continue
+        normal = normal[torch.randperm(len(normal))][:3000]
+        subnormal, too_large = sizes[results < 0.7 * limits.tiny], sizes[results > limits.max]
+        for neighbour in (sizes[:0], subnormal.sort()[0][-1:], too_large.sort()[0][:1]):
+            pieces.append(torch.cat([normal, torch.zeros(100, dtype=source), neighbour.to(source)]))
+            scales.append(scale)
+    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
+    segments = Segments(list(zip([0, *ends], ends, strict=False)))
+    memory, factors = torch.cat(pieces), torch.tensor(scales)
+
+    def run() -> list[torch.Tensor]:
+        out = torch.empty(len(memory), dtype=dtype)
+        return [cast_and_amax(memory, out, segments, factors), out]
+
+    assert len(segments) > 20, "vacuous: no piece had normal results"
+    assert_same_on_all_ways(run, monkeypatch)
+
+
 @pytest.mark.parametrize("name", SEGMENTS)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_uncasts_have_torchs_bits(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

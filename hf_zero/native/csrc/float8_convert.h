@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "convert.h"
 #include "simd.h"
@@ -86,6 +87,44 @@ HZ_INLINE N narrow_to(float value) {
     const bool no_number = kHasInf<N> ? magnitude > kFloatInf : magnitude >= kFloatInf;
     code = no_number ? N::kNan << kUp<N> : code;
     return N{static_cast<typename N::Bits>(code >> kUp<N>)};
+}
+
+// Whether `narrow_by_shift` is for these types.
+template <class S, class N>
+constexpr bool kShifts = sizeof(S) == 2 && sizeof(N) == 1;
+
+// The least number of a 16-bit type that is not subnormal, and so one step of its exponent.
+template <class S>
+constexpr int32_t kLeastNormal = 1 << 7;
+template <>
+constexpr int32_t kLeastNormal<f16> = 1 << 10;
+
+HZ_INLINE bool is_power_of_two(float value) {
+    const uint32_t bits = bits_of(value);
+    return (bits & ~kFloatInf) == 0 && bits != 0 && bits != kFloatInf;
+}
+
+// The steps from the exponent of an S to that of N, after a product with a power of two.
+template <class S, class N>
+HZ_INLINE int32_t shift_of(float scale) {
+    constexpr int32_t bias = std::is_same_v<S, bf16> ? 127 : 15;
+    const int32_t power = static_cast<int32_t>(bits_of(scale) >> 23) - 127;
+    return (power + (128 - int32_t(N::kLeast)) - bias) * kLeastNormal<S>;
+}
+
+// The same as narrow_in_range(widen(value) * scale) where `value` is zero or a normal number and the result is too.
+// All of it is done on 16 bits, of which a vector has twice as many as of floats.
+template <class N, class S>
+HZ_INLINE N narrow_by_shift(S value, uint16_t shift) {
+    constexpr int32_t step = kLeastNormal<S> >> N::kMantissa;  // of the narrow type
+    const uint16_t magnitude = value.bits & 0x7fff, sign = value.bits & 0x8000;
+    const uint16_t moved = static_cast<uint16_t>(magnitude + shift);
+    const uint16_t is_even = (moved & step) == 0;
+    const uint16_t rounded = static_cast<uint16_t>(moved + step / 2 - is_even);
+    // At the upper end, for the reason that code_in_range gives.
+    const uint16_t code = static_cast<uint16_t>(rounded * (256 / step));
+    const uint16_t signed_code = (magnitude ? code : uint16_t(0)) | sign;
+    return N{static_cast<uint8_t>(signed_code >> 8)};
 }
 
 template <class N>
