@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -319,7 +320,11 @@ def test_one_rank_logs(pipelines: list[dict[str, Any]], folder: Path) -> None:
     first, last = (one["data"] for one in pipelines)
     assert sum("step=4, skipped=0" in line for line in first["lines"]) == 1
     assert any("fwd" in line for line in first["lines"])
-    assert not any("step=" in line for line in last["lines"])
+    losses = [
+        re.match(r"steps: \d loss: (\S+) iter time \(s\): \d+\.\d{3} samples/sec: \d", line) for line in first["lines"]
+    ]
+    assert [float(found[1]) for found in losses if found][:3] == pytest.approx(first["loader"], abs=1e-4)
+    assert not any("step=" in line or "steps:" in line for line in last["lines"])
     (path,) = folder.glob("run/*loss*.csv")
     with path.open() as file:
         rows = list(csv.reader(file))

@@ -30,6 +30,7 @@ from hf_zero.extras.pipeline.stage_schedules import EVALUATION, Action, bubble_s
 from hf_zero.extras.pipeline.stage_weights import gather_weights, of_this_stage
 from hf_zero.extras.pipeline.tied_copies import TiedCopies
 from hf_zero.extras.pipeline.topology import PipelineGrid
+from hf_zero.logs import log_line
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.build import BuiltUnits
 from hf_zero.runtime.grad_accumulator import GradAccumulator
@@ -171,7 +172,7 @@ class PipelineEngine(ZeroEngine):
             )
         if not self.module.training:
             self.module.train()
-        count, schedule = self.accumulation_steps, self._schedule_name
+        count, schedule, began = self.accumulation_steps, self._schedule_name, time.perf_counter()
         batch = self._read(data_iter, count)
         with self._together("train_batch"):
             run = self._start(batch, around_backward=self._around_backward)
@@ -187,7 +188,15 @@ class PipelineEngine(ZeroEngine):
             super().step()
             self._ties.publish()
         self.agg_train_loss = loss  # DeepSpeed's name
+        self._log_progress(loss, time.perf_counter() - began)
         return loss
+
+    def _log_progress(self, loss: torch.Tensor, seconds: float) -> None:
+        """Log the loss and the time of a batch on rank 0, every `steps_per_print` steps, in DeepSpeed's form."""
+        every, steps = self.config.steps_per_print, self.global_steps
+        if self.world.rank == 0 and every > 0 and steps % every == 0:
+            rate = self.train_batch_size() / seconds
+            log_line(f"steps: {steps} loss: {loss:0.4f} iter time (s): {seconds:0.3f} samples/sec: {rate:0.3f}")
 
     def eval_batch(
         self,
