@@ -19,8 +19,9 @@ def at_rest(engine: hf_zero.ZeroEngine) -> dict[str, float]:
     """
     params = list(engine.module.parameters())
     report = engine.memory_report()
+    sharded = engine.zero_optimization_stage() == 3  # then parameters have no memory of their own between steps
     counted = {
-        "weights": sum(param.nbytes for param in params),
+        "weights": report["parameters"] if sharded else sum(param.nbytes for param in params),
         "gradient": report["gradients"],
         "master": report["master"],
         **_moments(engine),

@@ -33,15 +33,16 @@ from recipes.fp8.counting import at_rest, sent_since
 from recipes.pipeline.texts import END, VOCABULARY, Bytes
 
 SMALL = "small"  # a Llama of 3.2 M parameters on bytes, from scratch
-LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
+LEVELS = ("fp32", "bf16", "O1", "O2", "O3", "Q8")
+STAGES = {"O3": 2, "Q8": 3}  # where --stage is not given; else 0
 POOL = 1000  # texts at least to draw from, so that short runs with other seeds have other texts
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--level", choices=LEVELS, default="O2", help="a precision, or a level of MS-AMP: fp16 and 8 bits [O2]")
-    add("--stage", type=int, choices=(0, 1, 2), help="ZeRO stage [2 at O3, else 0]")
+    add("--level", choices=LEVELS, default="O2", help="a precision or MS-AMP level; Q8: bf16, 8-bit messages [O2]")
+    add("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage [2 at O3, 3 at Q8, else 0]")
     add("--seed", type=int, default=0, help="chooses the first weights of the small model, and the order of texts [0]")
     add("--steps", type=int, default=300)
     add("--model", default=SMALL, help=f"{SMALL}, or one that is trained on: smollm2-135m, a folder or a hub id")
@@ -62,8 +63,10 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": args.stage},
     }
-    if args.level == "bf16":
+    if args.level in ("bf16", "Q8"):
         config["bf16"] = {"enabled": True}
+    if args.level == "Q8":
+        config["zero_optimization"] |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
     if args.level.startswith("O"):
         config["fp16"] = {"enabled": True, "initial_scale_power": 12}
         config["msamp"] = {"enabled": True, "opt_level": args.level}
@@ -119,7 +122,7 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 def main() -> None:
     args = parse()
     if args.stage is None:
-        args.stage = 2 if args.level == "O3" else 0
+        args.stage = STAGES.get(args.level, 0)
 
     hf_zero.init_distributed()
     name = f"{args.model}-{args.level}-stage{args.stage}-seed{args.seed}"

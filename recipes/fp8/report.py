@@ -28,7 +28,7 @@ from recipes.reports import report_parser, table
 LAST = 20  # steps whose mean is the final loss of a run
 KINDS = ("weights", "gradient", "master", "first", "second")
 BASE = ("bf16", 0)  # level and stage
-LOOKS = dict(zip(("fp32", "bf16", "O1", "O2", "O3"), LINES, strict=False))
+LOOKS = dict(zip(("fp32", "bf16", "O1", "O2", "O3", "Q8"), LINES, strict=False))
 
 Array = NDArray[np.float64]
 

@@ -77,7 +77,7 @@ def test_mnist_trains_in_a_plain_loop(tmp_path: Path) -> None:
 def test_the_report_compares_runs_with_seeds_of_bf16(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     sizes = ["--steps", 3, "--rows", 1, "--length", 16, "--output", runs]
-    for options in (["bf16"], ["bf16", "--seed", 1], ["fp32"], ["fp32", "--stage", 2], ["O2"], ["O3"]):
+    for options in (["bf16"], ["bf16", "--seed", 1], ["fp32"], ["fp32", "--stage", 2], ["O2"], ["O3"], ["Q8"]):
         ran = run("language.py", "--level", *options, *sizes, folder=tmp_path)
         assert ran.status == [0, 0], ran.err
     lines = [json.loads(line) for line in (runs / "small-O3-stage2-seed0.jsonl").read_text().splitlines()]
