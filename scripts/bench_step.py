@@ -14,8 +14,9 @@ Variants: plain (one rank only), ddp, fsdp2 (fully_shard per decoder layer and o
 stage3_param_persistence_threshold 10 x hidden, as transformers' "auto"), zero3-p0 (threshold 0), zero3-auto (bucket
 sizes by transformers' "auto" rules too); hybrid (FSDP2 sharded within a host, replicated over hosts) and zero1-host
 ... zero3-host (sharding_group "host"), zero2-8bit and zero3-8bit (8-bit messages between hosts: gradients, at stage
-3 parameters too), under torchrun; zero0-O1 ... zero2-O3 (FP8 by the levels of msamp, around it fp32, or fp16 with
---dtype bf16; needs torchao: PYTHONPATH=.venv/torchao).
+3 parameters too), deepspeed2 and deepspeed3 (the extra [peers], with DS_ACCELERATOR=cpu), under torchrun; zero0-O1
+... zero2-O3 (FP8 by the levels of msamp, around it fp32, or fp16 with --dtype bf16; needs torchao:
+PYTHONPATH=.venv/torchao).
 """
 
 from __future__ import annotations
@@ -157,6 +158,15 @@ class Zero(benchlib.ZeroLoop):
         return total
 
 
+class DeepSpeed(benchlib.ZeroLoop):
+    """DeepSpeed of the extra [peers]; it does not tell the bytes of its states."""
+
+    library = "deepspeed"
+
+    def state_bytes(self) -> int:
+        return 0
+
+
 def make_optimizer(params: Any, args: argparse.Namespace) -> torch.optim.Optimizer:
     fused, foreach = args.optimizer == "fused", args.optimizer == "foreach"
     return torch.optim.AdamW(params, lr=args.lr, weight_decay=0.01, fused=fused, foreach=foreach)
@@ -193,16 +203,17 @@ def _built(size: ModelSize) -> nn.Module:
     return size.build()
 
 
-def make_variant(name: str, size: ModelSize, args: argparse.Namespace) -> Torch | Zero:
+def make_variant(name: str, size: ModelSize, args: argparse.Namespace) -> Torch | Zero | DeepSpeed:
     model = copy.deepcopy(_built(size))
     if args.compile:
         layers: Any = model.get_submodule("model.layers")
         for layer in layers:
             layer.compile()
-    if name.startswith("zero"):
+    if name.startswith(("zero", "deepspeed")):
         model = place.put(model, args.device)
         optimizer = make_optimizer(model.parameters(), args)
-        return Zero(model, optimizer, zero_config(name, args, size.hidden))
+        config = zero_config(name.replace("deepspeed", "zero"), args, size.hidden)
+        return (Zero if name.startswith("zero") else DeepSpeed)(model, optimizer, config)
     return {"plain": Torch, "hooks": BareHooks, "ddp": DDP, "fsdp2": FSDP2, "hybrid": Hybrid}[name](model, args)
 
 
@@ -212,7 +223,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sizes = {"": ModelSize.of(args)}
     if args.per_layer:
         sizes = {f"/{size.layers}": size for size in LAYER_CUTS}
-    variants: dict[str, Torch | Zero] = {}
+    variants: dict[str, Torch | Zero | DeepSpeed] = {}
     size_of: dict[str, ModelSize] = {}
     numel: dict[str, int] = {}
     for suffix, size in sizes.items():
@@ -268,7 +279,7 @@ def step_table(series: dict[str, Series], numel: int, state_bytes: dict[str, int
             row.append(f"{benchlib.paired(one.round_s(), series[base].round_s()):.3f} ({low:.2f}-{high:.2f})")
         row.append(f"{statistics.median(one.cpu_s):.3f}")
         row += [f"{benchlib.paired(one.cpu_s, series[base].cpu_s):.3f}" for base in bases]
-        row.append(f"{state_bytes[name] / numel:.2f}")
+        row.append(f"{state_bytes[name] / numel:.2f}" if state_bytes[name] else "-")
         row += [f"{statistics.median(one.faults):.0f}", f"{statistics.median(one.sent) / 1e6:.1f}"]
         rows.append(row)
     return [
@@ -405,6 +416,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.per_layer:
         args.world = 1
     on_hosts = ["hybrid", *(f"zero{stage}-host" for stage in (1, 2, 3)), "zero2-8bit", "zero3-8bit"]
+    on_hosts += ["deepspeed2", "deepspeed3"]
     known = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3-p0", "zero3-auto"]
     if args.world == 1:
         known = ["plain", "hooks", "fsdp2", "zero2", "zero3"] if args.per_layer else ["plain", *known]

@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import dataclasses
 import gc
+import importlib
 import importlib.metadata
 import itertools
 import json
@@ -247,12 +248,13 @@ class Variant(Protocol):
 
 
 class ZeroLoop:
-    """hf_zero through its plain loop."""
+    """The plain loop of hf_zero, or of another library with these calls."""
+
+    library = "hf_zero"
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> None:
-        import hf_zero
-
-        self.engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+        initialize = importlib.import_module(self.library).initialize
+        self.engine = initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = self.engine(**batch).loss
