@@ -33,6 +33,12 @@ def _raise_on(rank: int) -> int:
     return dist.get_rank()
 
 
+def _raise_while_rank_0_sleeps() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("on purpose")
+    time.sleep(60)
+
+
 def _raise_everywhere() -> None:
     raise KeyError(f"rank {dist.get_rank()}")
 
@@ -85,6 +91,13 @@ def test_every_job_has_processes_of_its_own() -> None:
 def test_an_exception_fails_the_test_with_its_traceback() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"rank 1: ValueError[\s\S]*_raise_on[\s\S]*on purpose"):
         run_ranks(_raise_on, 2, 1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_one_that_failed_is_shown_with_its_stack() -> None:
+    text = r"rank 0: Killed\n[\s\S]*_raise_while_rank_0_sleeps[\s\S]*rank 1: ValueError"
+    with pytest.raises(pytest.fail.Exception, match=text):
+        run_ranks(_raise_while_rank_0_sleeps, 2)
 
 
 def test_expected_errors_are_returned() -> None:

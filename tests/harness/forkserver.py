@@ -36,7 +36,7 @@ from typing import Any
 
 from tests.harness import transport
 
-# Time for the stack dumps of a hung rank to be written before it is killed.
+# Time for the stack dumps of a rank that waits to be written before it is killed.
 DUMP_SECONDS = 1.0
 # A rank that is waiting for one that failed gets this long to say so itself.
 GRACE_SECONDS = 6.0
@@ -234,7 +234,7 @@ def _supervise(job: Job, pids: list[int], connection: Connection) -> Report:
     for pidfd in running:
         os.close(pidfd)
     is_hung = bool(left) and end == deadline
-    (_dump_and_kill if is_hung else _kill)([pids[rank] for rank in left])
+    _dump_and_kill([pids[rank] for rank in left])
     return Report(exit_codes, left if is_hung else [])
 
 
@@ -244,6 +244,8 @@ def _exit_code(job: Job, rank: int) -> int:
 
 
 def _dump_and_kill(pids: list[int]) -> None:
+    if not pids:
+        return
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)

@@ -183,7 +183,7 @@ def try_ranks(
         short = {**_TIMEOUTS, **(timeouts or {})}
         report = _server.run(Job(folder, world_size, timeout, job[0].__module__, init_group, wait_for_all, env, short))
         outcomes = [_outcome(Path(folder), rank, code, report.hung) for rank, code in enumerate(report.exit_codes)]
-        hang = _hang_text(Path(folder), report.hung, timeout, outcomes) if report.hung else ""
+        hang = _hang_text(report.hung, timeout, outcomes) if report.hung else ""
         return Ended(outcomes, hang, _logs(Path(folder), world_size))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -198,7 +198,8 @@ def _outcome(folder: Path, rank: int, exit_code: int | None, hung: list[int]) ->
         return RankFailure(rank, kind, message, text, pickle.loads(exception) if exception else None)
     if exit_code is None:
         why = "hung" if rank in hung else "killed because it was waiting after another rank had failed"
-        return RankFailure(rank, "Killed", why, why, None)
+        stacks = folder / f"stacks-{rank}.txt"
+        return RankFailure(rank, "Killed", why, f"{why}\n{stacks.read_text() if stacks.exists() else ''}", None)
     why = "the process died without an exception"
     return RankFailure(rank, "Died", why, why, None)
 
@@ -210,16 +211,11 @@ def _failure_text(failures: list[RankFailure], world_size: int) -> str:
     return "\n".join(parts)
 
 
-def _hang_text(folder: Path, hung: list[int], timeout: float, outcomes: list[Any]) -> str:
+def _hang_text(hung: list[int], timeout: float, outcomes: list[Any]) -> str:
     parts = [f"hang: rank(s) {hung} of {len(outcomes)} did not end within {timeout:.0f} s"]
     for rank, outcome in enumerate(outcomes):
-        stacks = folder / f"stacks-{rank}.txt"
-        if rank in hung and stacks.exists():
-            parts.append(f"---- rank {rank}: stacks\n{stacks.read_text()}")
-        elif isinstance(outcome, RankFailure):
-            parts.append(f"---- rank {rank}: {outcome.kind}\n{outcome.traceback}")
-        else:
-            parts.append(f"---- rank {rank}: returned")
+        ended = f"{outcome.kind}\n{outcome.traceback}" if isinstance(outcome, RankFailure) else "returned"
+        parts.append(f"---- rank {rank}: {ended}")
     return "\n".join(parts)
 
 

@@ -68,7 +68,7 @@ class HostAdam(UpdateRule):
         library()  # a missing one raises here, not in the middle of the first step
         self._settings = settings
         self.worker: UpdateWorker = UpdateWorker(device)
-        weakref.finalize(self, self.worker.close).atexit = False
+        weakref.finalize(self, self.worker.end).atexit = False
         self._groups: dict[int, Mapping[str, Any]] = {}
         self.states: dict[GradAccumulator, HostState] = {}
         self._writers: dict[tuple[HostState, bool], ParamWriter] = {}

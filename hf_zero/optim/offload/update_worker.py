@@ -68,11 +68,19 @@ class UpdateWorker:
         with self._wake:
             self._wake.wait_for(lambda: not self._jobs and not self._is_running)
 
-    def close(self, wait_s: float | None = None) -> None:
-        """End the thread when its jobs are done; return before that after `wait_s` seconds."""
+    def end(self) -> None:
+        """Let the thread end when its jobs are done, without waiting for that.
+
+        A garbage collection may call it anywhere, also inside of threading.enumerate, which holds a lock that an
+        ending thread needs: who waited for the thread there would wait for ever.
+        """
         with self._wake:
             self._closed = True
             self._wake.notify()
+
+    def close(self, wait_s: float | None = None) -> None:
+        """End the thread when its jobs are done; return before that after `wait_s` seconds."""
+        self.end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(wait_s)
             self._thread = None
