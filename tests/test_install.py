@@ -79,7 +79,8 @@ for block in {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}:
         start({"stage": 3, "offload_optimizer": block})
         sys.exit(f"rank {rank}: {block} was not refused")
     except (hf_zero.NativeError, hf_zero.OffloadError) as error:
-        print(f"rank {rank} refused {block['device']}: {error}".replace("\\n", " "))
+        line = f"rank {rank} refused {block['device']}: {error}".replace("\\n", " ")
+        print(line + "\\n", end="")  # one write: ranks share the output
 torch.distributed.destroy_process_group()
 """
 

@@ -91,6 +91,26 @@ def test_processes_on_this_host(tmp_path: Path) -> None:
     assert job.err.count("\n") == 1 and "2 processes on this host (CPU), rank 0 at 127.0.0.1:" in job.err
 
 
+def test_lines_of_ranks_do_not_mix(tmp_path: Path) -> None:
+    """Each line is whole, and none waits for the script's end: the last act of a rank is not Python's."""
+    write_script(
+        tmp_path,
+        """
+        import os, pathlib, time
+        pathlib.Path("ready" + os.environ["RANK"]).touch()
+        while len(list(pathlib.Path().glob("ready*"))) < 4:
+            time.sleep(0.01)
+        for number in range(500):
+            print(os.environ["RANK"], number, "x" * 100)
+        os._exit(0)
+        """,
+    )
+    job = launch(tmp_path, "--num_gpus", 4, "train.py")
+    assert job.status == 0, job.err
+    wanted = [f"{rank} {number} {'x' * 100}" for rank in range(4) for number in range(500)]
+    assert sorted(job.out.splitlines()) == sorted(wanted)
+
+
 @pytest.mark.slow
 def test_modules_programs_logs_and_cores(tmp_path: Path) -> None:
     write_script(tmp_path, TELL, "told.py")

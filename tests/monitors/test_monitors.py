@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
+import gc
 import sys
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +96,37 @@ def test_numbers_of_a_run_are_in_the_files(tmp_path: Path) -> None:
         board = [(one.step, one.value) for one in events.Scalars(f"Train/Samples/{name}")]
         assert board[:STEPS] == [(at, pytest.approx(value)) for at, value in zip(samples, values, strict=True)]
     assert [one.value for one in events.Scalars("Train/Samples/loss_scale")] == [2.0**5]
+
+
+def collected_inside_of_threading(folder: str) -> list[bool]:
+    """Tell whether TensorBoard's thread lives when its engine is garbage, and when Python has ended."""
+    engine = start(folder)
+    names = {thread.name for thread in threading.enumerate()}
+    writers = [thread for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"]
+    assert len(writers) == (engine.rank == 0), names
+    for _ in range(ACCUMULATION):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    forgotten = weakref.ref(engine)
+    gc.collect()
+    del engine
+    assert forgotten() is not None, "vacuous: it is garbage without a collection"
+    with threading._active_limbo_lock:  # type: ignore[attr-defined]  # as threading.enumerate holds it
+        gc.collect()
+    assert forgotten() is None
+    alive = [thread.is_alive() for thread in writers]
+    atexit._run_exitfuncs()
+    return [*alive, *(thread.is_alive() for thread in writers)]
+
+
+def test_a_forgotten_engine_closes_its_files_at_the_end(tmp_path: Path) -> None:
+    """A collection of garbage waits for no thread."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert run_ranks(collected_inside_of_threading, 2, str(tmp_path), timeout=30) == [[True, False], []]
+    events: Any = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert len(events.Scalars("Train/Samples/train_loss")) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_refused_on_all_ranks(tmp_path: Path) -> None:

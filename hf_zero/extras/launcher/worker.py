@@ -6,6 +6,7 @@ error that it ends with.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -67,6 +68,9 @@ def main(argv: Sequence[str]) -> None:
         log = os.open(f"{prefix}_rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # python -u writes each argument of print by itself, and the ranks share the output: their lines would mix.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
         from hf_zero.distributed.processes import prepare_to_be_joined
 

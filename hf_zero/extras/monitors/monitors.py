@@ -5,9 +5,10 @@ Rank 0 writes. What cannot be written is an error on every rank before the first
 
 from __future__ import annotations
 
+import atexit
 import importlib
-import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -63,8 +64,10 @@ class Monitored(Watcher):
         self._engine = engine
         self._monitors = monitors
         self._losses: list[torch.Tensor] = []  # of the micro-batches of a step
-        # For a script that forgets the engine without a teardown.
-        self._finalizer = weakref.finalize(self, _finish_all, monitors)
+        # For a script that forgets the engine without a teardown. Nothing ends where this is garbage: TensorBoard's
+        # writer waits for its thread, and Python may collect inside of `threading`, whose lock an ending thread needs.
+        self._finish = partial(_finish_all, monitors)
+        atexit.register(self._finish)
 
     def on(self, event: Event) -> None:
         """Do nothing: losses and steps are all that counts."""
@@ -89,9 +92,10 @@ class Monitored(Watcher):
             monitor.log(values, samples)
 
     def close(self) -> None:
-        self._finalizer()
+        atexit.unregister(self._finish)
+        self._finish()
 
 
 def _finish_all(monitors: list[Monitor]) -> None:
-    for monitor in monitors:
-        monitor.finish()
+    while monitors:
+        monitors.pop().finish()
