@@ -55,8 +55,9 @@ class MessageSteps:
         """
         if part is not None and self.quantized:
             messages = quantize(part.unsqueeze(0)).expand(self.groups.number, -1)
-            for place, values in zip(row, dequantize(self._cross(messages, group), part.numel()), strict=True):
-                place.copy_(values)
+            for piece, values in dequantize(self._cross(messages, group), part.numel()):
+                for place, one in zip(row, values, strict=True):
+                    place[piece] = one
         elif part is not None:
             self._run([(row, [part] * self.groups.number)], self.groups.across, group)
         mine = [[one] * self.groups.size for one in row]
@@ -146,7 +147,8 @@ class DeviceSteps:
                 message = quantize(part.unsqueeze(0))
                 received = message.new_empty(number, message.shape[1])
                 all_gather_single(received, message, group=self.across, async_op=True).wait()
-                row.view(number, -1).copy_(dequantize(received, part.numel()))
+                for piece, values in dequantize(received, part.numel()):
+                    row.view(number, -1)[:, piece] = values
             elif part is not None:
                 all_gather_single(row, part, group=self.across, async_op=True).wait()
             places, mine = list(full.chunk(number)), list(row.chunk(number))

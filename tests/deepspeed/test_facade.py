@@ -106,6 +106,32 @@ ROLLS_OUT = f"""
     data = [{{"input_ids": row, "labels": row}} for row in rows]
     RollingOut(model=AutoModelForCausalLM.from_pretrained("llama"), args=args, train_dataset=data).train()
 """
+# ZeRO-Inference loads weights without gradients. Files of older savers hold tied weights twice, and where their values
+# differ they stay apart.
+INFERS = f"""
+    import sys
+    import deepspeed, safetensors.torch, torch, transformers
+    from transformers.integrations import HfDeepSpeedConfig
+
+    zero = {{"stage": 3, "stage3_param_persistence_threshold": 0}}
+    config = {{"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}}
+    for other in (False, True):
+        name = f"twice-{{other}}"
+        if "--make" in sys.argv:
+            model = transformers.AutoModelForCausalLM.from_pretrained("llama", tie_word_embeddings=True)
+            model.save_pretrained(name)
+            state = safetensors.torch.load_file(f"{{name}}/model.safetensors")
+            state["lm_head.weight"] = state["model.embed_tokens.weight"].roll(int(other), 0).clone()
+            safetensors.torch.save_file(state, f"{{name}}/model.safetensors", metadata={{"format": "pt"}})
+        kept = HfDeepSpeedConfig(config) if "--make" not in sys.argv else None
+        with torch.no_grad():
+            model = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
+            if kept is not None:
+                model = deepspeed.initialize(model=model, config_params=config)[0].module
+            tokens = model.generate({_ROWS}[:2], max_length=16, do_sample=False).tolist()
+        line = f"{{model.lm_head.weight is model.model.embed_tokens.weight}} {{tokens}}"
+        print(line + "\\n", end="")
+"""
 # transformers and PEFT gather what they resize or decompose; hf_zero has gathered it for them already.
 PREPARES = f"""
     import torch
@@ -167,7 +193,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models, scripts that know DeepSpeed only, and a file for each stage."""
     folder = tmp_path_factory.mktemp("deepspeed")
     scripts = {"trainer": TRAINER, "generates": GENERATES, "sft": SFT, "looks": LOOKS, "loop": LOOP}
-    for name, text in {**scripts, "rolls_out": ROLLS_OUT, "prepares": PREPARES}.items():
+    for name, text in {**scripts, "rolls_out": ROLLS_OUT, "prepares": PREPARES, "infers": INFERS}.items():
         write_script(folder, text, f"{name}.py")
     for stage in (2, 3):
         config = {
@@ -330,6 +356,16 @@ def test_generating_between_steps(folder: Path) -> None:
     assert numbers(printed) == numbers(wanted)
     tokens = [sorted(re.findall(r"\d \[\[.*\]\]", text)) for text in (wanted, printed)]
     assert len(tokens[0]) == 8 and tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+def test_inference_loads_tied_weights_that_are_stored_twice(folder: Path) -> None:
+    wanted = launch(folder, "--as-deepspeed", "infers.py", "--make", **ENVIRONMENT)
+    ran = launch(folder, "--as-deepspeed", "--num_gpus", 2, "infers.py", timeout=120, **ENVIRONMENT)
+    assert wanted.status == ran.status == 0, f"{wanted.err}\n{ran.err}"
+    lines = wanted.out.splitlines()
+    assert [line[:6] for line in lines] == ["True [", "False "] and lines[0][5:] != lines[1][6:], wanted.out
+    assert sorted(ran.out.splitlines()) == sorted(lines * 2)
 
 
 @pytest.mark.slow

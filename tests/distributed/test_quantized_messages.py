@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.distributed.block_quantization import dequantize, message_bytes, quantize
+from hf_zero.distributed import block_quantization
+from hf_zero.distributed.block_quantization import dequantize, message_bytes, quantize, sum_messages
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError
 from hf_zero.sharding.unit import ShardUnit
@@ -28,19 +29,32 @@ BOUND = 1 / 254 + 1e-6  # of an element's error, as a part of the largest magnit
 
 
 # ---------------------------------------------------------------- blocks
+def restored(messages: torch.Tensor, numel: int) -> torch.Tensor:
+    return torch.cat([values for _, values in dequantize(messages, numel)], 1)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 256, 2 * 3 * 256, 1 << 18])
 @pytest.mark.parametrize("numel", [8, 255, 256, 257, 1000])
-def test_the_error_of_a_block_is_bounded(numel: int) -> None:
+def test_the_error_of_a_block_is_bounded(numel: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many elements are computed at a time, messages are the same, and so are sums."""
+    monkeypatch.setattr(block_quantization, "_AT_A_TIME", at_a_time)
     rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-30], [1.0], [1e30]])
     messages = quantize(rows)
     assert messages.shape == (3, message_bytes(numel))
-    for row, back in zip(rows, dequantize(messages, numel), strict=True):
-        for block, known in zip(row.split(256), back.split(256), strict=True):
-            assert (block - known).abs().max() <= BOUND * block.abs().max()
+    back = restored(messages, numel)
+    for row, known in zip(rows, back, strict=True):
+        for block, of_message in zip(row.split(256), known.split(256), strict=True):
+            assert (block - of_message).abs().max() <= BOUND * block.abs().max()
+    out = torch.empty(numel)
+    sum_messages(out, messages)
+    assert torch.equal(out, back[0] + back[1] + back[2])
+    monkeypatch.setattr(block_quantization, "_AT_A_TIME", 1 << 30)
+    assert torch.equal(messages, quantize(rows)) and torch.equal(back, restored(messages, numel))
 
 
 def test_zeros_and_the_largest_numbers_come_back() -> None:
     rows = torch.stack([torch.zeros(300), torch.full((300,), 3e38), torch.full((300,), 1e-45)])
-    back = dequantize(quantize(rows), 300)
+    back = restored(quantize(rows), 300)
     assert torch.equal(back[0], rows[0]) and torch.allclose(back[1], rows[1]) and back[2].abs().max() <= 1e-38
 
 
@@ -49,7 +63,7 @@ def test_zeros_and_the_largest_numbers_come_back() -> None:
 def test_a_block_with_a_number_that_is_not_finite_has_none_that_is(value: float, others: float) -> None:
     rows = torch.full((1, 600), others)
     rows[0, 300] = value
-    back = dequantize(quantize(rows), 600)
+    back = restored(quantize(rows), 600)
     assert not back[0, 256:512].isfinite().any()
     assert torch.allclose(back[0, :256], rows[0, :256]) and torch.allclose(back[0, 512:], rows[0, 512:])
 

@@ -164,8 +164,10 @@ def _whisper() -> nn.Module:
     return hf.WhisperForConditionalGeneration(config)
 
 
-def _store_head_twice(folder: Path) -> None:
-    """A file with both names of a tied weight, as older savers wrote it."""
+def _store_head_twice(folder: Path, factor: float = 1.0) -> None:
+    """A file with both names of a tied weight, as older savers wrote it, and as trainings of adapters and the head
+    leave it, with other values.
+    """
     from safetensors.torch import load_file, save_file
 
     state: dict[str, torch.Tensor] = {}
@@ -173,7 +175,7 @@ def _store_head_twice(folder: Path) -> None:
         state.update(load_file(file))
         file.unlink()
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"] = state["model.embed_tokens.weight"] * factor
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -187,6 +189,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama untied": Architecture(lambda: _llama(tie_word_embeddings=False), hf.AutoModelForCausalLM),
     "llama stored twice": Architecture(
         lambda: _llama(tie_word_embeddings=True), hf.LlamaForCausalLM, change=_store_head_twice
+    ),
+    "llama stored apart": Architecture(
+        lambda: _llama(tie_word_embeddings=True),
+        hf.LlamaForCausalLM,
+        change=lambda folder: _store_head_twice(folder, 1.5),
     ),
     "llama bf16": Architecture(_bf16(_llama), hf.LlamaForCausalLM),
     "llama bf16 as fp32": Architecture(_bf16(_llama), hf.LlamaForCausalLM, {"dtype": torch.float32}),

@@ -146,10 +146,22 @@ def _name_partitions(module: Any) -> None:
         setattr(module.ShardedOptimizer, name, _answered("optimizer", name))
 
 
+def _compare_tied_weights(module: Any) -> None:
+    """Let transformers compare tied weights that are stored twice when it has loaded them into zero.Init's shards.
+
+    All ranks do it, so it may gather, which a read without gradients may not: programs load under torch.no_grad.
+    """
+    import torch
+
+    finalize = module.PreTrainedModel._finalize_model_loading
+    module.PreTrainedModel._finalize_model_loading = staticmethod(torch.enable_grad()(finalize))
+
+
 # Modules of others are changed once they are loaded.
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "accelerate.state": _count_processes_on_cpu,
     "hf_zero.optim.sharded": _name_partitions,
     "torch.nn.modules.module": _name_modules,
     "torch.nn.parameter": _name_parameters,
+    "transformers.modeling_utils": _compare_tied_weights,
 }
