@@ -236,7 +236,8 @@ and what these figures say.
   only chance made a difference, a further run would lie outside of the range of three with a probability of 1/2.
 - The **band** is the range of bf16 at each step. Lines are means over the seeds of a level, and the last column has
   the share of steps at which such a mean lies in the band.
-- O1, O2 and O3 compute in fp16 what has no 8 bits. **Bytes** are those of live tensors between two steps, of one rank.
+- O1, O2 and O3 compute in fp16 what has no 8 bits; Q8 is bf16 with 8-bit messages between hosts.
+- **Bytes** are those of live tensors between two steps, of one rank.
   What it **sends** is counted for a ring, where an all-reduce is a reduce-scatter and an all-gather."""
 
 

@@ -59,9 +59,11 @@ def test_parity_of_models(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_parity_of_offloaded_states() -> None:
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_parity_of_offloaded_states(device: str, disk_path: Path) -> None:
     case = Case("plain", 4, 2, steps=3, single=True)
-    check([(case, _options(stage, 2, offload_optimizer={"device": "cpu"})) for stage in STAGES])
+    block = {"device": device, "nvme_path": str(disk_path)}
+    check([(case, _options(stage, 2, offload_optimizer=block)) for stage in STAGES])
 
 
 @pytest.mark.slow

@@ -81,13 +81,13 @@ BUILD: dict[str, Callable[[], Any]] = {"llama": llama, "t5": t5, "lora": lora}
 
 
 class StopRow(StoppingCriteria):
-    """Ends row r of rank k after 2 + r + 3k new tokens."""
+    """Ends row r of rank k after 2 + r + 2k new tokens."""
 
     def __init__(self, start: int, rank: int) -> None:
         self._start, self._rank = start, rank
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        limit = 2 + 3 * self._rank + torch.arange(len(input_ids))
+        limit = 2 + 2 * self._rank + torch.arange(len(input_ids))
         return input_ids.shape[1] - self._start >= limit
 
 
@@ -179,6 +179,12 @@ def test_texts_are_those_of_one_process(name: str, choice: str) -> None:
 @pytest.mark.parametrize("choice", ["once", "stream"])
 def test_texts_on_three_ranks(choice: str) -> None:
     check_texts(run_ranks(compare, 3, "llama", choice, ["stop", "beams"], {}), choice)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["once", "stream"])
+def test_texts_of_shards_in_groups(choice: str) -> None:
+    check_texts(run_ranks(compare, 4, "lora", choice, ["stop", "sampling"], {"sharding_group": 2}), choice)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

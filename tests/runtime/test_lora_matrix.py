@@ -6,6 +6,7 @@ Adapters come from PEFT or are made by hand: what counts is `requires_grad`, not
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ class Setup:
     reentrant: bool
     offload: str = "none"
     passes: str = "one"  # of a step, as in contrastive and odds-ratio losses: see `backward`
+    group: int | str = "all"  # sharding_group
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,7 +142,8 @@ def train(setups: list[Setup]) -> list[tuple[list[Seen], Seen]]:
 
 def train_one(setup: Setup) -> tuple[list[Seen], Seen]:
     model = build(setup)
-    zero = {"stage": setup.stage, "stage3_param_persistence_threshold": 0, **OFFLOADS[setup.offload]}
+    zero = {"stage": setup.stage, "stage3_param_persistence_threshold": 0, "sharding_group": setup.group}
+    zero |= OFFLOADS[setup.offload]
     engine = hf_zero.initialize(model=model, optimizer=optimizer_of(model), config={"zero_optimization": zero})[0]
     steps = []
     for step in range(STEPS):
@@ -173,8 +176,8 @@ def assert_same(setup: Setup, got: tuple[list[Seen], Seen]) -> None:
         assert start[name].requires_grad or torch.equal(got[1][name], value), f"{setup}: {name} is frozen and moved"
 
 
-def assert_all_same(setups: list[Setup]) -> None:
-    for setup, got in zip(setups, run_ranks(train, WORLD, setups, timeout=120)[0], strict=True):
+def assert_all_same(setups: list[Setup], world: int = WORLD) -> None:
+    for setup, got in zip(setups, run_ranks(train, world, setups, timeout=120)[0], strict=True):
         assert_same(setup, got)
 
 
@@ -192,6 +195,17 @@ def test_two_passes_in_a_step() -> None:
             for passes in ("two forwards", "two backwards")
         ]
     )
+
+
+@pytest.mark.slow
+def test_shards_in_groups() -> None:
+    kinds = (("lora", "none"), ("own_lora", "optimizer"), ("frozen_norms", "none"))
+    setups = [
+        Setup(stage, kind, stage == 2, offload, group=group)
+        for stage in (1, 2, 3)
+        for group, (kind, offload) in itertools.product((1, 2), kinds)
+    ]
+    assert_all_same(setups, 4)
 
 
 @pytest.mark.slow
