@@ -86,6 +86,8 @@ def test_a_plan_counts_what_ranks_send(job: int, measured: list[list[tuple[int, 
         inside = sum(one.times * one.traffic.inside for one in plan.passes)
         across = sum(one.times * one.traffic.across for one in plan.passes)
         assert (inside, across) == measured[rank][job]
+        decoded = sum(one.traffic.decoded for one in plan.passes)
+        assert (decoded > across) == ("zero_quantized_gradients" in zero)
 
 
 def test_a_ring_enters_each_host_once() -> None:
@@ -135,3 +137,7 @@ def test_ranks_on_the_cpu_do_the_work_of_communicating() -> None:
     time = step_time(passes, profile, dataclasses.replace(SPEEDS, on_host=True), per_host=2)
     # 1 s + 0.5 s of work, and 4 s of the link beside 1 s; then twice 0.5 s + 0.01 s, and a link that is not waited for
     assert (time.computing, time.waiting) == pytest.approx((1.0 + 2 * 2.0, 1.5 + 3.0 + 2 * 0.51))
+    # 0.5 s + 0.2 s of work beside 8 s of the link; then 0.5 s + 0.1 s, and 0.2 s for the values of 8-bit messages
+    passes = [Pass("update", 1, Traffic(1, 0.0, 200.0)), Pass("backward", 1, Traffic(1, 90.0, 10.0, 200.0))]
+    time = step_time(passes, profile, dataclasses.replace(SPEEDS, on_host=True), per_host=2)
+    assert (time.computing, time.waiting) == pytest.approx((2.0, 8.0 + 0.8))

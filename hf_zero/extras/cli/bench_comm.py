@@ -1,7 +1,8 @@
 """`hf-zero bench comm`: how fast ranks get bytes from each other, in the words that `hf-zero estimate` takes.
 
-All-gathers as a training makes them, over the same connections: among the ranks of each host, then among the ranks at
-the same place on every host, where each host sends as much at once as in a training.
+Operations as a training makes them, over the same connections: all-gathers and reduce-scatters among the ranks of each
+host, then all-gathers among the ranks at the same place on every host, where each host sends as much at once as in a
+training.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "what ranks get from each other, on one host or several; start it with torchrun, one process for each rank"
 _SMALL = 4096
-_ROUNDS = 7
+_ROUNDS = 32
+_COLD = 128 << 20  # bytes: a training finds little of what it gathers in the processor's cache
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     found["latency_us"] = _seconds(comm, _SMALL) * 1e6
     if size > 1:
         inside = Comm.join(groups=sorted({group.inside for group in groups}))
-        found["link"] = nbytes * (size - 1) / size / _seconds(inside, nbytes)
+        found["link"] = nbytes * (size - 1) / size / _seconds(inside, nbytes, sums=True)
     if size < comm.world_size:
         across = Comm.join(groups=sorted({group.across for group in groups}))
         hosts = comm.world_size // size
@@ -59,20 +61,30 @@ def run(args: argparse.Namespace) -> None:
     comm.barrier("measured")  # the process that holds the store ends last
 
 
-def _seconds(comm: Comm, nbytes: int) -> float:
-    """Return the median time of an all-gather of `nbytes` in total. All ranks of the world must call."""
+def _seconds(comm: Comm, nbytes: int, *, sums: bool = False) -> float:
+    """Return the median time of an operation on `nbytes` in total. All ranks of the world must call.
+
+    Args:
+        sums: A round is two all-gathers and a reduce-scatter, as of a layer at stage 3; else it is one all-gather.
+    """
     import torch
 
-    numel = -(-nbytes // (8 * comm.world_size)) * 8
-    full = torch.empty(numel * comm.world_size, dtype=torch.uint8, device=comm.device)
+    numel = -(-nbytes // (32 * comm.world_size)) * 8
+    rows = torch.zeros(max(1, min(_ROUNDS, _COLD // nbytes)), numel * comm.world_size, device=comm.device)
     times = []
-    for _ in range(_ROUNDS):
+    for number in range(_ROUNDS):
+        full = rows[number % len(rows)]
+        part = full.chunk(comm.world_size)[comm.rank]
         comm.barrier("measuring")
         begun = time.perf_counter()
-        comm.all_gather(full, full.chunk(comm.world_size)[comm.rank], "measuring").wait()
+        for _ in range(1 + sums):
+            comm.all_gather(full, part, "measuring").wait()
+        if sums:
+            comm.reduce_scatter(part, full, "measuring").wait()
         full[:1].cpu()  # a device waits for it, and the host for the device
-        times.append(time.perf_counter() - begun)
-    return comm.largest([statistics.median(times)], "measuring")[0]
+        times.append((time.perf_counter() - begun) / (3 if sums else 1))
+    # Ranks that share a link take turns in being the last one.
+    return statistics.median(comm.largest(times, "measuring"))
 
 
 def _print(found: dict[str, Any]) -> None:

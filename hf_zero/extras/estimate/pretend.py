@@ -70,8 +70,7 @@ class PretendedComm(Comm):
     ) -> Pending:
         """See Comm. Over a device, memory for a row until the gather is over, where none is kept."""
         if part is not None:
-            sent = message_bytes(part.numel()) if quantized else part.nbytes
-            self.traffic.among(groups.across, sent)
+            self._send_across(groups, part.numel(), part.nbytes, quantized)
         self.traffic.among(groups.inside, full.nbytes / groups.size)
         if row is not None or self.backend == "gloo":
             return Ended(None)
@@ -84,12 +83,18 @@ class PretendedComm(Comm):
         """See Comm. The memory of both steps is held until the sum would be there."""
         numel = wire.numel() // groups.size
         self.traffic.among(groups.inside, wire.nbytes / groups.size)
-        self.traffic.among(groups.across, message_bytes(out.numel()) if quantized else wire.nbytes / self.world_size)
+        self._send_across(groups, out.numel(), wire.nbytes / self.world_size, quantized)
         if self.backend == "gloo":
             pieces = [self._acquire(wire.numel(), wire.dtype)[0], self._acquire(numel, out.dtype)[0]]
             return Ended(functools.partial(self._release, *pieces))
         kept = [wire.new_empty(numel)]
         return Ended(kept.clear)
+
+    def _send_across(self, groups: RankGroups, numel: int, nbytes: float, quantized: bool) -> None:
+        if quantized:
+            self.traffic.among(groups.across, message_bytes(numel), decoded=4 * numel)
+        else:
+            self.traffic.among(groups.across, nbytes)
 
     def _reduce_inside(self, groups: RankGroups, row: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
         """See Comm."""

@@ -7,7 +7,9 @@ between hosts, which a host's ranks share. Nothing hides what comes after backwa
 parameters.
 
 Ranks that compute on the CPU do the work of communicating themselves: it is added to their computation, and only what
-the link between hosts needs beyond that time is waited for.
+the link between hosts needs beyond that time is waited for. After backward, where operations follow each other without
+a layer between them, the work for one goes on beside the bytes of others. To make values of 8-bit messages takes as
+long as to get these values from the host.
 
 Not in it: the optimizer's update, and copies to and from what is offloaded.
 """
@@ -41,8 +43,8 @@ class Speeds:
         operations = traffic.operations * self.latency
         network = traffic.across * per_host / self.network
         if self.on_host:
-            work = operations + (traffic.inside + traffic.across) / self.link
-            return work + max(network - computing, 0.0)
+            work = operations + (traffic.inside + traffic.across + traffic.decoded) / self.link
+            return work + max(network - computing, 0.0) if computing else max(work, network)
         communicating = operations + max(traffic.inside / self.link, network)
         first = communicating / max(traffic.operations, 1)
         return max(communicating - computing, 0.0) + min(first, computing)

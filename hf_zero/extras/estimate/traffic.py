@@ -13,6 +13,7 @@ class Traffic:
     operations: int = 0
     inside: float = 0.0  # bytes from the ranks of its own host
     across: float = 0.0  # bytes from those of other hosts
+    decoded: float = 0.0  # bytes of the values that it makes of 8-bit messages
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,14 @@ class TrafficCounter:
         self._now.inside += share * (others - away)
         self._now.across += share * away
 
-    def among(self, ranks: Sequence[int], nbytes: float) -> None:
-        """Count an exchange in which each of `ranks`, one of which is this one, gives `nbytes` to each other one."""
+    def among(self, ranks: Sequence[int], nbytes: float, *, decoded: float = 0.0) -> None:
+        """Count an exchange in which each of `ranks`, one of which is this one, gives `nbytes` to each other one.
+
+        Args:
+            decoded: The bytes of the values in an 8-bit message of that size.
+        """
         host = self.rank // self.per_host
         away = sum(rank // self.per_host != host for rank in ranks)
         self._now.inside += nbytes * (len(ranks) - 1 - away)
         self._now.across += nbytes * away
+        self._now.decoded += decoded * len(ranks)
