@@ -31,6 +31,9 @@ from hf_zero.runtime.loss_scale import LossScale
 logger = logging.getLogger(__name__)
 
 
+_LOWER_CASE = ("adagrad", "adam", "adamw", "lamb", "lion", "muon")
+
+
 class DeepSpeedNames(ModuleWrapper):
     """The part of ZeroEngine that answers to DeepSpeed's names.
 
@@ -219,9 +222,14 @@ class DeepSpeedNames(ModuleWrapper):
         return self.config.shards_parameters
 
     def optimizer_name(self) -> str | None:
-        """Return the type of the optimizer block; None without one."""
-        block = self.config.optimizer
-        return None if block is None else block["type"]
+        """Return the type of the optimizer block; None without one.
+
+        Types that DeepSpeed has optimizers of its own for are in small letters, as programs compare them.
+        """
+        if self.config.optimizer is None:
+            return None
+        name: str = self.config["optimizer"]["type"]
+        return name.lower() if name.lower() in _LOWER_CASE else name
 
     def scheduler_name(self) -> str | None:
         """Return the type of the scheduler block; None without one."""

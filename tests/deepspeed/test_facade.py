@@ -271,6 +271,7 @@ def test_a_program_finds_the_facade(tmp_path: Path) -> None:
         assert importlib.metadata.version("deepspeed") == deepspeed.__version__
         assert "deepspeed" in importlib.metadata.packages_distributions()
         assert importlib.util.find_spec("deepspeed.ops.adam") is not None
+        assert deepspeed.__file__.startswith(hf_zero.__path__[-1])
         assert is_deepspeed_available() and compare_versions("deepspeed", ">=", "0.18.2")
         model = torch.nn.Linear(4, 2)
         assert not hasattr(model.weight, "ds_id")
@@ -285,6 +286,13 @@ def test_a_program_finds_the_facade(tmp_path: Path) -> None:
         whole = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
         assert torch.equal(torch.cat(engine.optimizer.fp32_partitioned_groups_flat), whole)
         assert not hasattr(engine.optimizer, "single_partition_of_fp32_groups")
+        for name, instead in ("runtime.rollout", "TRL's trainers"), ("pt.deepspeed_utils", "deepspeed.runtime.utils"):
+            try:
+                importlib.import_module(f"deepspeed.{name}")
+            except NotImplementedError as error:
+                assert instead in str(error), error
+            else:
+                raise AssertionError(name)
     """
     done = python(tmp_path, write_script(tmp_path, text))
     lines = [line for line in done.stderr.splitlines() if "import deepspeed" in line]

@@ -65,7 +65,7 @@ def test_an_optimizer_beside_a_block_wins(caplog: pytest.LogCaptureFixture) -> N
 
 def test_names_of_the_engine() -> None:
     engine = trained()
-    assert engine.optimizer_name() == "AdamW" and engine.scheduler_name() is None
+    assert engine.optimizer_name() == "adamw" and engine.scheduler_name() is None
     assert engine.zero_optimization_partition_gradients() and not engine.zero_optimization_partition_weights()
 
 

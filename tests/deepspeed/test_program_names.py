@@ -125,6 +125,14 @@ def test_the_timer_of_an_engine_counts_epochs_and_samples() -> None:
     assert engine.tput_timer.epoch_count == 1
 
 
+def test_names_of_optimizers() -> None:
+    names = room("runtime.config")
+    for given, wanted in (("Lamb", names.LAMB_OPTIMIZER), ("adam", names.ADAM_OPTIMIZER), ("SGD", "SGD")):
+        block = {"type": given, "params": {"lr": 0.1}}
+        engine = hf_zero.initialize(model=nn.Linear(2, 1), config={"train_batch_size": 1, "optimizer": block})[0]
+        assert engine.optimizer_name() == wanted
+
+
 def test_submodules_by_their_names() -> None:
     helper, model = room("compression.helper"), nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     assert helper.recursive_getattr(model, "0.0") is model[0][0]
@@ -295,6 +303,9 @@ def under_construction() -> None:
     engine = hf_zero.initialize(model=model, config=config_of(3))[0]
     status = [parameter_names.answer("ds_status", one) for one in engine.module.parameters()]
     assert status == [ZeroParamStatus.NOT_AVAILABLE] * 2
+    is_zero_param = room("runtime.zero.partition_parameters").is_zero_param
+    assert all(map(is_zero_param, model.parameters()))
+    assert not any(map(is_zero_param, (nn.Parameter(torch.ones(1)), torch.ones(1), None)))
     with pytest.raises(AttributeError, match="is not at stage 3, so it has no ds_id"):
         parameter_names.answer("ds_id", nn.Parameter(torch.ones(1)))
 

@@ -7,6 +7,12 @@ from typing import Any
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.distributed.processes import launched_processes
 
+# Programs compare the name of an engine's optimizer with these.
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER = (
+    "adagrad adam adamw lamb lion".split()
+)
+MUON_OPTIMIZER, ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "muon", "onebitadam", "onebitlamb"
+
 
 def DeepSpeedConfig(config: Any, mpu: Any = None, mesh_device: Any = None) -> ResolvedConfig:
     """Return a path, dict or JSON string with batch sizes and defaults filled in: what `engine.config` is.

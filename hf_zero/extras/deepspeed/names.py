@@ -111,7 +111,11 @@ PATHS: dict[str, dict[str, str]] = {
     "ops.lion": {"hf_zero.optim": "DeepSpeedCPULion=Lion FusedLion=Lion"},
     "pipe": {**_LAYERS, _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "runtime.config": {**_ERROR, f"{_OURS}.config": "DeepSpeedConfig"},
+    "runtime.config": {
+        **_ERROR,
+        f"{_OURS}.config": """ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER DeepSpeedConfig LAMB_OPTIMIZER
+        LION_OPTIMIZER MUON_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER""",
+    },
     "runtime.dataloader": {**_LOADER, f"{_PIPELINE}.micro_batches": "RepeatingLoader"},
     "runtime.engine": _ENGINE,
     "runtime.lr_schedules": _SCHEDULES,
@@ -132,6 +136,7 @@ PATHS: dict[str, dict[str, str]] = {
     "runtime.zero.partition_parameters": {
         **_ZERO,
         f"{_OURS}.accelerator": "get_accelerator",
+        f"{_OURS}.parameters": "is_zero_param",
         f"{_OURS}.partitioning": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
     },
     "runtime.zero.offload_config": {f"{_OURS}.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum"},
@@ -202,7 +207,7 @@ def _targets(sources: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]
 def install(root: str = "hf_zero") -> None:
     """Make the paths importable below `root`, and attributes of the modules that they are below."""
     if root != "hf_zero":
-        _put(root, ROOT)
+        _put(root, ROOT).__file__ = __file__  # programs print where the package lies
     for path, sources in PATHS.items():
         _put(f"{root}.{path}", sources)
 

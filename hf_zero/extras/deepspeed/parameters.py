@@ -66,3 +66,11 @@ def answer(name: str, param: nn.Parameter) -> Any:
     if not known:
         raise AttributeError(f"this parameter is not at stage 3, so it has no {name}")
     return ANSWERS[name](param, place)
+
+
+def is_zero_param(param: Any) -> bool:
+    """Say whether `param` is a parameter at stage 3, or inside zero.Init; deepspeed.runtime.zero's function."""
+    try:
+        return isinstance(param, nn.Parameter) and answer("ds_shape", param) == param.shape
+    except AttributeError:
+        return False
