@@ -16,8 +16,10 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed import comm
 from hf_zero.extras.estimate.flops import FlopCounter
 from hf_zero.extras.estimate.plan import plan_model
+from hf_zero.extras.estimate.pretend import PretendedComm
 from hf_zero.extras.estimate.profile import Profile, measure
 from hf_zero.extras.estimate.step_time import Speeds, step_time
+from hf_zero.extras.estimate.tracker import StorageTracker
 from hf_zero.extras.estimate.traffic import Pass, Traffic, TrafficCounter
 from tests.estimate.test_estimate_plan import batch, llama
 from tests.harness.ranks import run_ranks
@@ -88,6 +90,27 @@ def test_a_plan_counts_what_ranks_send(job: int, measured: list[list[tuple[int, 
         assert (inside, across) == measured[rank][job]
         decoded = sum(one.traffic.decoded for one in plan.passes)
         assert (decoded > across) == ("zero_quantized_gradients" in zero)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_the_memory_of_8_bit_messages_is_counted(on_host: bool) -> None:
+    numel, number = 8 * 1000, 2  # 4 blocks of at most 256 elements for each of 8 ranks, in two groups
+    message = 1000 + 4 * 4
+
+    def peaks(kinds: set[Any]) -> list[int]:
+        pretended = PretendedComm(0, 8, on_host=on_host)
+        pretended.shard_in_groups(4)
+        pretended.quantize(kinds)
+        full, part, row = (torch.empty(numel // parts, device="meta") for parts in (1, 8, 4))
+        with StorageTracker() as tracker:
+            pretended.all_gather_in_group(full, row, part, "weights", may_quantize=True).wait()
+            gathering = tracker.restart_peak()
+            pretended.reduce_scatter(part, full, "gradients", may_quantize=True).wait()
+            return [gathering, tracker.restart_peak()]
+
+    plain, quantized = peaks(set()), peaks({"weights", "gradients"})
+    more = [with_bits - without for with_bits, without in zip(quantized, plain, strict=True)]
+    assert more == [(1 + number) * message, 2 * number * message]
 
 
 def test_a_ring_enters_each_host_once() -> None:

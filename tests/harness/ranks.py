@@ -42,9 +42,16 @@ class RankFailure:
 
 
 class _ForkServer:
-    """The process that forks the ranks; started at the first job, and again after it died."""
+    """The process that forks the ranks; started at the first job, and again after it died.
 
-    def __init__(self) -> None:
+    Args:
+        paths: What its Python looks through before this project.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self._python_path = os.pathsep.join(
+            [*map(str, paths), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -64,7 +71,7 @@ class _ForkServer:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": self._python_path}
         env.setdefault("TOKENIZERS_PARALLELISM", "false")
         env["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a fork server has no threads, not even Arrow's
         env.setdefault("CUDA_VISIBLE_DEVICES", "")  # the ranks of these tests are CPU processes
@@ -92,13 +99,15 @@ class _ForkServer:
             self._process = None
 
 
-_server = _ForkServer()
-atexit.register(_server.close)
+# By whether `import deepspeed` finds hf_zero: in its ranks it has done so since Python started.
+_servers = {False: _ForkServer(), True: _ForkServer(_ROOT / "hf_zero" / "extras" / "deepspeed" / "children")}
 
 
+@atexit.register
 def close() -> None:
-    """End the fork server; the next job starts another one."""
-    _server.close()
+    """End the fork servers; the next job starts another one."""
+    for server in _servers.values():
+        server.close()
 
 
 # A rank need not wait as long for another as in training, and least of all where ranks are to fail.
@@ -115,6 +124,7 @@ def run_ranks(
     init_group: bool = True,
     env: dict[str, str] | None = None,
     timeouts: dict[str, float] | None = None,
+    as_deepspeed: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on `world_size` ranks of a fresh gloo group and return their results.
@@ -128,6 +138,7 @@ def run_ranks(
         init_group: False leaves it to the function to join a process group: the environment is set as torchrun does.
         env: Environment variables of the ranks.
         timeouts: Fields of hf_zero's `Timeouts` on the ranks, beside those that are short in all tests.
+        as_deepspeed: The ranks find hf_zero where they `import deepspeed`, as `hf-zero launch --as-deepspeed` has it.
     """
     job = (function, args, kwargs)
     ended = try_ranks(
@@ -138,6 +149,7 @@ def run_ranks(
         init_group=init_group,
         env=env,
         timeouts={**(_SHORT_TIMEOUTS if expect_error else {}), **(timeouts or {})},
+        as_deepspeed=as_deepspeed,
     )
     failures = [outcome for outcome in ended.outcomes if isinstance(outcome, RankFailure)]
     if ended.hang:
@@ -167,6 +179,7 @@ def try_ranks(
     init_group: bool = True,
     env: dict[str, str] | None = None,
     timeouts: dict[str, float] | None = None,
+    as_deepspeed: bool = False,
 ) -> Ended:
     """Call `function(*args, **kwargs)` of `job` on the ranks, as `run_ranks` does, and judge nothing.
 
@@ -181,7 +194,8 @@ def try_ranks(
         if not init_group:
             env.setdefault("MASTER_PORT", str(free_port()))
         short = {**_TIMEOUTS, **(timeouts or {})}
-        report = _server.run(Job(folder, world_size, timeout, job[0].__module__, init_group, wait_for_all, env, short))
+        call = Job(folder, world_size, timeout, job[0].__module__, init_group, wait_for_all, env, short)
+        report = _servers[as_deepspeed].run(call)
         outcomes = [_outcome(Path(folder), rank, code, report.hung) for rank, code in enumerate(report.exit_codes)]
         hang = _hang_text(report.hung, timeout, outcomes) if report.hung else ""
         return Ended(outcomes, hang, _logs(Path(folder), world_size))
@@ -227,7 +241,3 @@ def _logs(folder: Path, world_size: int) -> str:
         if text:
             parts.append(f"\n---- rank {rank}: output\n{text[-4000:]}")
     return "".join(parts)
-
-
-def _python_path() -> str:
-    return os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -46,6 +46,7 @@ def run_script(
     processes: int = 2,
     timeout: float = 120,
     instead: Mapping[str, str] | None = None,
+    as_deepspeed: bool = False,
     **environment: str,
 ) -> Ran:
     """Run `script ARGUMENTS` in `folder` on ranks that see what torchrun sets, and `environment`.
@@ -54,10 +55,12 @@ def run_script(
 
     Args:
         instead: The whole environment, instead of that.
+        as_deepspeed: See `run_ranks`.
     """
     argv = [str(script), *map(str, arguments)]
     env = {"HF_HUB_OFFLINE": "1", **environment}
-    results = run_ranks(become, processes, argv, str(folder), instead, init_group=False, timeout=timeout, env=env)
+    job = become, processes, argv, str(folder), instead
+    results = run_ranks(*job, init_group=False, timeout=timeout, env=env, as_deepspeed=as_deepspeed)
     return Ran(*([result[number] for result in results] for number in range(3)))
 
 

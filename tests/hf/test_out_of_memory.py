@@ -23,14 +23,17 @@ def zero(stage: int, **blocks: Any) -> dict[str, Any]:
 
 
 CPU = {"device": "cpu"}
+IN_A_WINDOW = {"gradient_accumulation_steps": 2, "since": 1}  # a micro-batch of it is over
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("stage 0, backward", zero(0), {"where": "backward"}),
-    ("stage 1, accumulation", zero(1), {"gradient_accumulation_steps": 2, "since": 1}),
+    ("stage 1, accumulation", zero(1), IN_A_WINDOW),
     ("stage 2, backward", zero(2), {"where": "backward"}),
     ("stage 2, optimizer offloaded", zero(2, offload_optimizer=CPU), {}),
     ("stage 3, forward", zero(3), {}),
     ("stage 3, both ranks, accumulation", zero(3), {"guilty": (0, 1), "gradient_accumulation_steps": 2}),
     ("stage 3, checkpointing", zero(3), {"gradient_checkpointing": True, "where": "backward"}),
+    ("stage 3, groups, accumulation", zero(3, sharding_group=1), {**IN_A_WINDOW, "where": "backward"}),
+    ("stage 2, groups, accumulation", zero(2, sharding_group=1), IN_A_WINDOW),
     ("stage 3, all offloaded", zero(3, offload_param=CPU, offload_optimizer=CPU), {"where": "backward"}),
 ]
 AT_NIGHT = ("stage 2, backward", "stage 2, optimizer offloaded", "stage 3, forward", "stage 3, checkpointing")

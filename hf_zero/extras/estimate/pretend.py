@@ -69,13 +69,13 @@ class PretendedComm(Comm):
         quantized: bool,
     ) -> Pending:
         """See Comm. Over a device, memory for a row until the gather is over, where none is kept."""
+        held = []
         if part is not None:
-            self._send_across(groups, part.numel(), part.nbytes, quantized)
+            held = self._send_across(groups, part.numel(), part.nbytes, 1 if quantized else 0)
         self.traffic.among(groups.inside, full.nbytes / groups.size)
-        if row is not None or self.backend == "gloo":
-            return Ended(None)
-        kept = [full.new_empty(full.numel() // groups.size)]
-        return Ended(kept.clear)
+        if row is None and self.backend != "gloo":
+            held.append(full.new_empty(full.numel() // groups.size))
+        return Ended(held.clear)
 
     def _reduce_in_steps(
         self, groups: RankGroups, out: torch.Tensor, wire: torch.Tensor, what: str, *, quantized: bool
@@ -83,18 +83,32 @@ class PretendedComm(Comm):
         """See Comm. The memory of both steps is held until the sum would be there."""
         numel = wire.numel() // groups.size
         self.traffic.among(groups.inside, wire.nbytes / groups.size)
-        self._send_across(groups, out.numel(), wire.nbytes / self.world_size, quantized)
+        number = groups.number if quantized else 0
+        held = self._send_across(groups, out.numel(), wire.nbytes / self.world_size, number)
+        pieces = []
         if self.backend == "gloo":
             pieces = [self._acquire(wire.numel(), wire.dtype)[0], self._acquire(numel, out.dtype)[0]]
-            return Ended(functools.partial(self._release, *pieces))
-        kept = [wire.new_empty(numel)]
-        return Ended(kept.clear)
-
-    def _send_across(self, groups: RankGroups, numel: int, nbytes: float, quantized: bool) -> None:
-        if quantized:
-            self.traffic.among(groups.across, message_bytes(numel), decoded=4 * numel)
         else:
+            held.append(wire.new_empty(numel))
+
+        def finish() -> None:
+            held.clear()
+            self._release(*pieces)
+
+        return Ended(finish)
+
+    def _send_across(self, groups: RankGroups, numel: int, nbytes: float, messages: int) -> list[torch.Tensor]:
+        """Count what the groups send each other, and return the memory of as many 8-bit messages and of their answers.
+
+        Args:
+            numel, nbytes: The size of what goes to one group, without messages.
+        """
+        if not messages:
             self.traffic.among(groups.across, nbytes)
+            return []
+        size = message_bytes(numel)
+        self.traffic.among(groups.across, size, decoded=4 * numel)
+        return [torch.empty(rows * size, dtype=torch.uint8, device=META) for rows in (messages, groups.number)]
 
     def _reduce_inside(self, groups: RankGroups, row: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
         """See Comm."""
