@@ -23,6 +23,7 @@ OFFLOAD_PARAM, OFFLOAD_OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_opt
 FORCE = "zero_force_ds_cpu_optimizer"
 ACTIVATIONS = "activation_checkpointing"
 PARAMS = "optimizer.params"
+BF16_MASTERS, BF16_STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
 BATCH_KEYS = TRAIN, MICRO, ACCUMULATION = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -61,6 +62,11 @@ def updates_natively(get: Get) -> bool:
     """Whether native code updates offloaded states, and not torch on the host."""
     where = medium(get, OFFLOAD_OPTIMIZER)
     return where.needs_folder or (where.is_host and get(FORCE) is not False and not runs_in_torch(get))
+
+
+def has_bf16_masters(get: Get) -> bool:
+    """Whether master weights are the parameters, in bf16."""
+    return all(get(key) is True for key in ("bf16.enabled", BF16_MASTERS))
 
 
 def _is_cast(get: Get) -> bool:

@@ -7,12 +7,15 @@ from typing import Any
 
 from hf_zero.config.conditions import (
     ACTIVATIONS,
+    BF16_MASTERS,
+    BF16_STATES,
     FORCE,
     NATIVE,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     STAGE,
     ZERO,
+    has_bf16_masters,
     is_known,
     medium,
     runs_in_torch,
@@ -31,7 +34,6 @@ _OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
 _PROF_OPS = "comms_logger.prof_ops"
 GROUP = f"{ZERO}.sharding_group"
 _DELAYED = f"{OFFLOAD_OPTIMIZER}.delayed_update"
-_STATES_IN_FP32 = ("Lamb", "Lion", "Muon", "OneBitAdam")  # whatever the type of the parameters
 # The collectives of an engine, by DeepSpeed's names.
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
 
@@ -182,31 +184,26 @@ def _of_native_update(get: Get) -> Iterator[Conflict]:
 
 def _of_bf16_masters(get: Get) -> Iterator[Conflict]:
     """Masters in bf16 are the parameters, and torch's optimizers keep states in the type of what they update."""
-    masters, states = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
-    if get("bf16.enabled") is not True or get(masters) is get(states) is not True:
+    if get("bf16.enabled") is not True or get(BF16_MASTERS) is get(BF16_STATES) is not True:
         return
-    if get(masters) is not True:
+    if not has_bf16_masters(get):
         yield Conflict(
-            states,
+            BF16_STATES,
             "it goes with bf16_master_weights_and_grads only, as with DeepSpeed",
             f'Write "bf16_master_weights_and_grads": true beside it; {MOMENTS} = false keeps moments in 16 bits '
             "beside fp32 masters, where they are offloaded.",
         )
     elif updates_natively(get):
         yield Conflict(
-            masters,
+            BF16_MASTERS,
             f"{_OFFLOAD} is {show(get(_OFFLOAD))}, and the native Adam has fp32 masters",
             f"Remove it, and write {MOMENTS} = false for moments in 16 bits; or remove offload_optimizer.",
         )
-    elif get(states) is not True:
+    elif get(BF16_STATES) is not True:
         yield Conflict(
-            masters,
+            BF16_MASTERS,
             "bf16_optimizer_states is not true, and optimizers keep their states in the type of the masters",
             'Write "bf16_optimizer_states": true beside it, or remove it.',
-        )
-    elif get("optimizer.type") in _STATES_IN_FP32 or get(f"{_PARAMS}.bias_correction") is False:
-        yield Conflict(
-            states, "this optimizer keeps its states in fp32", 'Remove it, or use torch\'s "AdamW" or "SGD".'
         )
 
 

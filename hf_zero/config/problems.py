@@ -35,7 +35,7 @@ FOREIGN: dict[str, str] = {
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
     "offload_param_device": "zero_optimization.offload_param.device",
     "mixed_precision": "bf16.enabled",
-    "monitor_config": "tensorboard, wandb, csv_monitor or comet",
+    "monitor_config": "the block of each monitor (tensorboard, ...)",
     "comms_config": "comms_logger",
     "offload": "zero_optimization.offload_optimizer or zero_optimization.offload_param",
     "cuda_visible_devices": "the environment variable CUDA_VISIBLE_DEVICES",

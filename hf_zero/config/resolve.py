@@ -30,6 +30,7 @@ from hf_zero.config.conditions import (
     OFFLOAD_PARAM,
     STAGE,
     TRAIN,
+    has_bf16_masters,
     medium,
     runs_in_torch,
 )
@@ -144,13 +145,20 @@ class _Resolver:
                     self._set(rule.path, argument, ARGUMENTS)
             elif rule.batch and self.arguments.read("auto_find_batch_size"):
                 self._set(rule.path, argument, ARGUMENTS)
-            elif rule.must_match and not equal(rule.normal(given), argument):
+            elif rule.must_match and self._takes_argument(rule.path) and not equal(rule.normal(given), argument):
                 self._mismatch(rule, given, argument)
         if self.arguments.read("save_on_each_node"):
             self._set("checkpoint.use_node_local_storage", True, ARGUMENTS)
         untested = self._get("zero_allow_untested_optimizer")
         if self.around.args is not None and "optimizer" not in self.values and untested is None:
             self._set("zero_allow_untested_optimizer", True, ARGUMENTS)
+
+    def _takes_argument(self, path: str) -> bool:
+        """Whether "auto" may stand there: a type may have a parameter of its own by the name of a shared one."""
+        block, _, name = path.partition(".params.")
+        known = dict(typed_blocks()).get(block)
+        entry = None if known is None else known.params_of(self._get(f"{block}.type")).keys.get(name)
+        return not isinstance(entry, Key) or entry.auto
 
     def _mismatch(self, rule: Rule, given: Any, argument: Any) -> None:
         theirs = f"TrainingArguments {rule.argument}={show(argument)}"
@@ -264,9 +272,7 @@ class _Resolver:
             precision=precision_of(values),
             grad_accum_dtype=self._get("data_types.grad_accum_dtype"),
             force_native_adam=values[FORCE] and not runs_in_torch(self._get),
-            bf16_masters=all(
-                self._get(f"bf16.{name}") is True for name in ("enabled", "bf16_master_weights_and_grads")
-            ),
+            bf16_masters=has_bf16_masters(self._get),
             moments_16bit=self._get(MOMENTS) is False,
             optimizer=_in_form(optimizer) if optimizer else None,
             scheduler=copy.deepcopy(scheduler) if scheduler else None,

@@ -26,6 +26,7 @@ from hf_zero.distributed.process_end import leave_cleanly_at_exit
 from hf_zero.distributed.restarts import separate_attempts
 from hf_zero.distributed.unusable_device import unusable_accelerator
 from hf_zero.errors import ConfigError, DivergenceError, ZeroError
+from hf_zero.native.device_files import choosing_variables
 
 _T = TypeVar("_T")
 
@@ -249,8 +250,8 @@ def _identity(device: torch.device) -> str:
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     own = None if properties is None else getattr(properties(device), "uuid", None)
     if own is None:
-        visible = [f"{name}={value}" for name, value in sorted(os.environ.items()) if "VISIBLE_DEVICES" in name]
-        own = f"{','.join(visible)}:{device.index}"
+        visible = [os.environ.get(name, "") for name in choosing_variables(device.type)]
+        own = f"{visible}:{device.index}"
     return f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()} {own}"
 
 

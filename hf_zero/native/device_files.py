@@ -23,6 +23,12 @@ def visible_devices_variable(kind: str) -> str:
     return _VISIBLE.get(kind, f"{kind.upper()}_VISIBLE_DEVICES")
 
 
+def choosing_variables(kind: str) -> tuple[str, ...]:
+    """All variables of the environment that choose among devices of torch's `kind`."""
+    variable = visible_devices_variable(kind)
+    return (variable, *_ALSO_CHOOSE.get(variable, ()))
+
+
 def device_file(kind: str) -> str | None:
     """A file of a device of torch's `kind`; None if there is none, or nobody knows how they are named."""
     found = (path for pattern in _FILES.get(visible_devices_variable(kind), ()) for path in sorted(glob.glob(pattern)))
@@ -34,7 +40,5 @@ def are_hidden(kind: str) -> bool:
 
     "" and "-1" say so, and SLURM's NoDevFiles: the list ends at the first name that is none.
     """
-    variable = visible_devices_variable(kind)
-    names = (variable, *_ALSO_CHOOSE.get(variable, ()))
-    chosen = [os.environ[name].strip() for name in names if name in os.environ]
+    chosen = [os.environ[name].strip() for name in choosing_variables(kind) if name in os.environ]
     return any(not value[:1].isdigit() and not value.startswith(("GPU-", "MIG-")) for value in chosen)

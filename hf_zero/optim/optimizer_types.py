@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_zero.config.conditions import NATIVE, OFFLOAD_OPTIMIZER, PARAMS, STAGE, medium, updates_natively
+from hf_zero.config.conditions import (
+    BF16_STATES,
+    NATIVE,
+    OFFLOAD_OPTIMIZER,
+    PARAMS,
+    STAGE,
+    has_bf16_masters,
+    medium,
+    updates_natively,
+)
 from hf_zero.config.media import Medium
 from hf_zero.config.schema import (
     Choice,
@@ -33,8 +42,7 @@ from hf_zero.config.typed_block import Type, TypedBlock, type_keys
 class Updates(enum.Enum):
     """The unit that an optimizer updates, given its gradient."""
 
-    ELEMENTS = enum.auto()  # each by itself
-    SHARDS = enum.auto()  # as the class is written for shards
+    ELEMENTS = enum.auto()  # each by itself, or ranges of them by a class that is written for shards
     PARAMETERS = enum.auto()  # unsharded, on the rank that owns one
     REPLICAS = enum.auto()  # all parameters on every rank: stage 0 only
 
@@ -45,6 +53,7 @@ class OptimizerType(Type):
 
     Args:
         is_native: The native Adam does the same on offloaded states.
+        states_in_fp32: Its states have fp32, whatever the type of the parameters.
         groups: With PARAMETERS, which param groups need them; all where it is None.
         fused: Where torch has a kernel without temporaries: its other ways need two or three times the memory of what
             they update.
@@ -52,6 +61,7 @@ class OptimizerType(Type):
 
     updates: Updates = Updates.ELEMENTS
     is_native: bool = False
+    states_in_fp32: bool = False
     groups: Callable[[Mapping[str, Any]], bool] | None = None
     fused: frozenset[str] = frozenset()
 
@@ -194,11 +204,9 @@ OPTIMIZERS: dict[str, OptimizerType] = {
             max_coeff=Real(help="The largest ratio of a parameter's norm to that of its update."),
             min_coeff=Real(help="The smallest ratio of a parameter's norm to that of its update."),
         ),
-        updates=Updates.SHARDS,
+        states_in_fp32=True,
     ),
-    "hf_zero.optim.optimizers.lion.Lion": OptimizerType(
-        params=_params("lr betas weight_decay"), updates=Updates.SHARDS
-    ),
+    "hf_zero.optim.optimizers.lion.Lion": OptimizerType(params=_params("lr betas weight_decay"), states_in_fp32=True),
     "hf_zero.optim.optimizers.muon.Muon": OptimizerType(
         params=_params(
             "lr betas eps weight_decay momentum torch_adam adam_w_mode fp32_optimizer_states",
@@ -211,6 +219,7 @@ OPTIMIZERS: dict[str, OptimizerType] = {
         ),
         not_taken=frozenset(["torch_adam", "fp32_optimizer_states", "per_head_muon"]),
         updates=Updates.PARAMETERS,
+        states_in_fp32=True,
         groups=lambda group: bool(group["use_muon"]),
     ),
     "hf_zero.optim.optimizers.onebit.OneBitAdam": OptimizerType(
@@ -222,6 +231,7 @@ OPTIMIZERS: dict[str, OptimizerType] = {
         ),
         not_taken=frozenset([*_ONE_BIT.split(), "cuda_aware", "comm_backend_name"]),
         updates=Updates.REPLICAS,
+        states_in_fp32=True,
     ),
 }
 
@@ -261,6 +271,10 @@ def _conflicts(get: Get) -> Iterator[Conflict]:
     offload = f"{OFFLOAD_OPTIMIZER}.device = {show(get(f'{OFFLOAD_OPTIMIZER}.device'))}"
     if kind in NATIVE:
         yield from _of_adam(get, kind, where, offload)
+    if has_bf16_masters(get) and get(BF16_STATES) is True and _has_fp32_states(get, kind):
+        yield Conflict(
+            BF16_STATES, "this optimizer keeps its states in fp32", 'Remove it, or use torch\'s "AdamW" or "SGD".'
+        )
     yield from _of_torch_arguments(get)
     if kind == "Lamb" and not where.is_device:
         yield Conflict(
@@ -278,6 +292,12 @@ def _conflicts(get: Get) -> Iterator[Conflict]:
         yield Conflict(f"{PARAMS}.amsgrad", f"{kind} does not have it", "Remove it.")
     if kind == "OneBitAdam":
         yield from _of_one_bit_adam(get)
+
+
+def _has_fp32_states(get: Get, kind: Any) -> bool:
+    known = _TYPES.get(kind)
+    uncorrected = get(f"{PARAMS}.bias_correction") is False  # as a class of its own: see _torch_adam
+    return uncorrected or (isinstance(known, OptimizerType) and known.states_in_fp32)
 
 
 def _of_adam(get: Get, kind: str, where: Medium, offload: str) -> Iterator[Conflict]:

@@ -205,6 +205,16 @@ def test_values_are_compared_by_value() -> None:
     assert "zero gradient_accumulation_steps=8 vs" in problems({"gradient_accumulation_steps": "8"}, arguments())
 
 
+def test_a_key_of_another_meaning_need_not_equal_the_argument() -> None:
+    """Adafactor's eps are two numbers for what Adam has no name for; of Adam's the arguments have one."""
+    own = {"type": "Adafactor", "params": {"lr": "auto", "eps": [1e-30, 1e-3]}}
+    resolved = resolve({"optimizer": own}, arguments())
+    assert resolved.optimizer == {"type": "Adafactor", "params": {"lr": 5e-5, "eps": [1e-30, 1e-3]}}
+    assert "vs TrainingArguments adam_epsilon" in problems(
+        {"optimizer": {"type": "AdamW", "params": {"eps": 1e-3}}}, arguments()
+    )
+
+
 def test_auto_find_batch_size_lets_the_arguments_win() -> None:
     config = batch_keys(64, 8, 2)
     args = arguments(auto_find_batch_size=True, per_device_train_batch_size=4)

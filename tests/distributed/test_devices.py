@@ -144,6 +144,16 @@ def test_ranks_with_a_device_each_pass(index: int, of_its_own: bool, uuids: list
     assert run_ranks(join_on, 2, index, of_its_own, uuids, timeout=30) == [None, None]
 
 
+def test_the_mask_of_an_accelerator_tells_its_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XPUs are chosen by a variable of another name than CUDA's, and their properties may have no id."""
+    monkeypatch.setattr("torch.xpu.get_device_properties", lambda device: SimpleNamespace())
+    names = []
+    for mask in ("0", "1"):
+        monkeypatch.setenv("ZE_AFFINITY_MASK", mask)
+        names.append(processes._identity(torch.device("xpu", 0)))
+    assert names[0] != names[1]
+
+
 def join_unless_third() -> None:
     dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=2))
     if dist.get_rank() == 2:

@@ -49,7 +49,7 @@ _INSTEAD = {
     "model_implementations": _GENERATE,
     "module_inject": _GENERATE,
     "moe": "the MoE models of transformers, which stage 3 shards",
-    "monitor": "the blocks tensorboard, wandb, comet and csv_monitor of the JSON",
+    "monitor": "the blocks of monitors in the JSON, such as tensorboard",
     "ops.deepspeed4science": _KERNELS,
     "ops.fp_quantizer": "torchao",
     "ops.op_builder.*Quantizer*": "torchao",
