@@ -239,6 +239,21 @@ class FullWeights:
                 ordered[name] = tensor.detach().to("cpu", copy=True)
         return ordered
 
+    @contextlib.contextmanager
+    def shown(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Let parameters be these full tensors inside the block, on this rank alone, for code that saves a model.
+
+        No communication. A forward inside, without gradients, is this rank's own; writes to what is shown are lost.
+
+        Args:
+            state: Full tensors by name, as `state_dict` returns them; parameters that it lacks stay sharded.
+        """
+        whole = {id(own): state[name] for name, own in own_tensors(self._model) if name in state}
+        with contextlib.ExitStack() as stack:
+            for unit in self._units:
+                stack.enter_context(unit.shown(whole))
+            yield
+
     def without_data(self) -> dict[str, torch.Tensor]:
         """Return what `state_dict` gives, as tensors that have shape and type only. No communication."""
         return {

@@ -63,7 +63,8 @@ class ModelGuards:
         def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name, unit in mine.items():
                 value = state.get(prefix + name)
-                if unit.state is not UnitState.UNSHARDED and value is not None and not isinstance(value, nn.Parameter):
+                is_whole = unit.state in (UnitState.UNSHARDED, UnitState.SHOWN)
+                if not is_whole and value is not None and not isinstance(value, nn.Parameter):
                     state[prefix + name] = ShapeOnly(value, f"{path + '.' if path else ''}{name}")
 
         self._handles.append(module.register_state_dict_post_hook(after))

@@ -48,7 +48,7 @@ from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.shape_only import ShapeOnly
 from hf_zero.sharding.sharded_param import asks_nobody
-from hf_zero.sharding.unit import ShardUnit, UnitKind
+from hf_zero.sharding.unit import ShardUnit, UnitKind, UnitState
 
 # The marks of a sharded model that generates: for the first, transformers runs generate on all ranks in step.
 # torch.compile refuses a module with it, unless it has the second. Other modules have none: transformers would run
@@ -192,24 +192,28 @@ class ModelHooks:
         self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True))
 
     def on_state_dict(self, model: nn.Module, events: PassEvents) -> None:
-        """Check before `model.state_dict()` that its values are current; give its tensors a storage each.
+        """Check before a `state_dict()`, of the model or of a part, that its values are current; give its tensors a
+        storage each.
 
         Unsharded parameters lie one behind the other in one storage, and safetensors and accelerate take tensors of
-        one storage for tied: they would save the first of them only.
+        one storage for tied: they would save the first of them only, or refuse.
         """
 
         def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            for name, value in state.items():
+            for name in module._parameters:
+                value = state.get(prefix + name)
                 if isinstance(value, ShapeOnly | nn.Parameter) or not isinstance(value, torch.Tensor):
                     continue
                 if value.numel() and not value.requires_grad:
-                    state[name] = torch.utils.dlpack.from_dlpack(value)
+                    state[prefix + name] = torch.utils.dlpack.from_dlpack(value)
 
         def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             events.check_current()
 
-        self._handles.append(model.register_state_dict_pre_hook(before))
-        self._handles.append(model.register_state_dict_post_hook(after))
+        for module in model.modules():
+            if module._parameters:
+                self._handles.append(module.register_state_dict_pre_hook(before))
+                self._handles.append(module.register_state_dict_post_hook(after))
 
     # ---------------------------------------------------------------- units that are gathered on demand
     def on_layer(self, unit: ShardUnit, params: OnDemandParams, watch: BackwardWatch, device_type: str) -> None:
@@ -288,7 +292,7 @@ class ModelHooks:
             inside = in_backward()
             with temporarily_clear_interpreter_stack():
                 params.before_use(unit, Phase.BACKWARD if inside else Phase.FORWARD)
-            if not inside and not scope:
+            if not inside and not scope and unit.state is not UnitState.SHOWN:
                 scope.append(module)
                 params.begin_forward(module)
                 reads.open()

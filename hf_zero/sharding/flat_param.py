@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -375,6 +375,18 @@ class FlatParam:
                 for param, place, kind in zip(self.params, places, self._sharded_classes, strict=True):
                     param.data = place
                     param.__class__ = kind
+
+    def show(self, whole: Mapping[int, torch.Tensor]) -> None:
+        """Point parameters at other memory, by their ids, until `hide`. No communication."""
+        with asking_nobody():
+            for param, kind in zip(self.params, self._classes, strict=True):
+                if id(param) in whole:
+                    param.data = whole[id(param)]
+                    param.__class__ = kind
+
+    def hide(self) -> None:
+        """Undo `show`."""
+        self._bind(self._bound)
 
     def watch_values(self, on_values: OnValues | None) -> None:
         """Ask `on_values` wherever values of a sharded parameter are read or written; None asks nobody any more."""

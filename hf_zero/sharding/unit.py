@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ class UnitState(enum.Enum):
     SHARDED = "sharded"  # the shard only; parameters are placeholders
     UNSHARDING = "unsharding"  # all-gathers are under way; parameters are still placeholders
     UNSHARDED = "unsharded"  # parameters are views of full flat parameters
+    SHOWN = "shown"  # parameters are full tensors from elsewhere, while this rank saves the model alone
     KEPT = "kept"  # as UNSHARDED, but nobody uses it now: it waits for a use that is near, and may be resharded before
 
 
@@ -124,6 +125,19 @@ class ShardUnit:
         for flat in self.flats:
             flat.reshard()
         self.state, self.is_exact = UnitState.SHARDED, True
+
+    @contextlib.contextmanager
+    def shown(self, whole: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Point parameters at `whole`, by their ids, inside the block. No communication; any rank may enter."""
+        before, self.state = self.state, UnitState.SHOWN
+        try:
+            for flat in self.flats:
+                flat.show(whole)
+            yield
+        finally:
+            for flat in self.flats:
+                flat.hide()
+            self.state = before
 
     def forget(self) -> None:
         """A pass was broken off, and its connections are closed: back to SHARDED, whatever the state."""

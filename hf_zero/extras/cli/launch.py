@@ -88,7 +88,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
 def _add_processes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what")
     add = group.add_argument
-    add("--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     add("--no_python", action="store_true", help="SCRIPT is a program of its own")
     add("--as-deepspeed", action="store_true", help="SCRIPT is for DeepSpeed, and finds hf_zero in its place")
     add("--pass_local_rank", action="store_true", help="give --local_rank=K also to a script that does not declare it")

@@ -60,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"for {PAGE}, and each rank's trace (default: profile)",
     )
     add("--zero", metavar="CONFIG", help="as for hf_zero.run: a file or JSON, for a script that names none itself")
-    add("--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     add(
         "script",
         metavar="SCRIPT",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -70,6 +71,25 @@ def weights_to_save(model: Any, engine: ZeroEngine, folder: str, *, writes: bool
         yield full_weights(model, engine, keep=writes) if written is None else written
 
 
+# The full state dict of an engine's model, or the files that hold it, while one rank saves alone.
+_brought: weakref.WeakKeyDictionary[ZeroEngine, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def brought(engine: ZeroEngine, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Let this rank save the model alone inside, in whatever way: it finds `weights`, from `weights_to_save`.
+
+    Libraries have models, and methods of Trainer, that save parameter by parameter, module by module.
+    """
+    _brought[engine] = weights
+    shown = {} if isinstance(weights, WrittenFiles) else weights
+    try:
+        with engine.weights.shown(shown):
+            yield
+    finally:
+        del _brought[engine]
+
+
 def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:
     """Let `save_pretrained` and `push_to_hub`, called on all ranks, write full weights on one; until the teardown."""
     if getattr(model, "save_pretrained", None) is None or "save_pretrained" in model.__dict__:
@@ -86,23 +106,23 @@ class _Saving:
     def __init__(self, model: Any, engine: ZeroEngine) -> None:
         self._model = model
         self._engine = engine
-        self._gathered: dict[str, torch.Tensor] | None = None  # for the save inside of a push
 
     def save_pretrained(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """All ranks must call, but where the caller brings a `state_dict`: its files are written by who calls.
+        """All ranks must call, but where the weights have been brought: their files are written by who calls.
 
         Several files are written by all ranks where they can; else rank 0 gathers and writes. [Note: Which save]
         """
         given = by_name(inspect.signature(original).bind(*args, **kwargs))
-        if self._gathered is not None:
-            return original(*args, **{**kwargs, "state_dict": self._gathered})
-        if isinstance(given.get("state_dict"), WrittenFiles):
-            return publish(original, given, given["state_dict"])
-        if given.get("state_dict") is not None:
-            return original(*args, **kwargs)
+        engine = self._engine
+        weights = given.get("state_dict")
+        if weights is None:
+            weights = _brought.get(engine)
+        if isinstance(weights, WrittenFiles):
+            return publish(original, given, weights)
+        if weights is not None:
+            return original(*args, **kwargs, **_state_dict_for(original, given, weights))
         if "state_dict" in given and not given.get("is_main_process", True):
             return None  # the rank that writes has brought them: accelerate's get_state_dict gives None elsewhere
-        engine = self._engine
         engine.require_all_ranks("save_pretrained")
         writes = bool(given.get("is_main_process", engine.rank == 0))
         with shard_files(self._model, engine, original, given, writes) as written:
@@ -114,10 +134,12 @@ class _Saving:
                     return None
                 if written is not None:
                     return publish(original, given, written)
-                return original(*args, **{**kwargs, "state_dict": weights})
+                with brought(engine, weights):
+                    return original(*args, **kwargs, **_state_dict_for(original, given, weights))
 
+            folder = next(iter(given.values()), None)
             with unsharded_prompt_encoders(self._model):
-                return on_all_ranks(engine.comm, writing(given.get("save_directory")), write)
+                return on_all_ranks(engine.comm, writing(folder), write)
 
     def push_to_hub(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks must call. The first one pushes, and returns what the model's own method does; others None.
@@ -130,8 +152,12 @@ class _Saving:
         with unsharded_prompt_encoders(self._model):
             if engine.rank != 0:
                 return None
-            self._gathered = weights
-            try:
+            with brought(engine, weights):
                 return original(*args, **kwargs)
-            finally:
-                self._gathered = None
+
+
+def _state_dict_for(original: Callable[..., Any], given: Mapping[str, Any], weights: Any) -> dict[str, Any]:
+    """Return what is to be added to a call of `save_pretrained`; models of some libraries take no state dict."""
+    parameters = inspect.signature(original).parameters
+    takes = "state_dict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {"state_dict": weights} if takes and "state_dict" not in given else {}

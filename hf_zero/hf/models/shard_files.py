@@ -65,11 +65,12 @@ def shard_files(
     Raises:
         CheckpointError: On every rank, if any rank could not write. The folder keeps the index that it had.
     """
-    comm, folder = engine.comm, Path(call["save_directory"])
+    comm = engine.comm
     plan = _plan_of_all(model, engine, original, call, writes)
     if plan is None:
         yield None
         return
+    folder = Path(call["save_directory"])
     written: dict[str, Path] = {name: folder / f".{name}.partial" for name in plan}
     try:
         _write_files(engine, plan, written)
@@ -97,11 +98,14 @@ def _plan_of_all(
     model: Any, engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, Any], writes: bool
 ) -> _Plan | None:
     """Return what all ranks are to write; None, on all of them, where not all can."""
-    comm, folder = engine.comm, Path(call["save_directory"])
+    comm = engine.comm
     if not engine.is_sharded or comm.world_size == 1:
         return None
     answers = comm.all_gather_object(_fits(model, engine, original, call, writes), "how weights are saved")
-    if not all(answers) or not _all_see(engine, folder):
+    if not all(answers):
+        return None
+    folder = Path(call["save_directory"])
+    if not _all_see(engine, folder):
         return None
     plan = on_all_ranks(comm, writing(folder), lambda: _plan(engine, original, call))
     return plan if all(comm.all_gather_object(len(plan) > 1, "how weights are saved")) else None

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from hf_zero.hf.local_files import on_all_ranks, reading, writing, writing_alone
 from hf_zero.hf.models.generation import calls_in_a_row
 from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, unsharded_prompt_encoders
 from hf_zero.hf.models.restore import restore_weights
-from hf_zero.hf.models.saving import weights_to_save
+from hf_zero.hf.models.saving import brought, weights_to_save
 from hf_zero.hf.patching import ACTIVATION, PatchPoint, instead
 from hf_zero.hf.trainer.logged_values import LoggedValues
 from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, weights_where_asked
@@ -156,11 +157,42 @@ def train(
             tell_of_start(self.args, resume_from_checkpoint)
     _mix_references_by_shards(self)
     _warn_of_unused_block(self, plugin)
-    result = orig(resume_from_checkpoint, *args, **kwargs)
+    with _instead_of_own_loading(self):
+        result = orig(resume_from_checkpoint, *args, **kwargs)
     if (engine := engine_of_trainer(self)) is not None:
         engine.finish_updates()
         engine.summarize()
     return result
+
+
+@contextlib.contextmanager
+def _instead_of_own_loading(trainer: Any) -> Iterator[None]:
+    """Load what the engine has saved, although the class of `trainer` loads weights in its own way.
+
+    That way is made for a plain model: it assigns to parameters, which may be sharded. A method that calls `super()`
+    comes to ours by itself.
+    """
+
+    def from_checkpoint(own: Original, folder: str, *args: Any) -> Any:
+        return None if has_sharded_state(folder) else own(folder, *args)  # the engine loads them, with its states
+
+    def best_model(own: Original) -> Any:
+        folder = trainer.state.best_model_checkpoint
+        return FUNCTIONS["_load_best_model"][0](trainer, own) if has_sharded_state(folder) else own()
+
+    with ExitStack() as stack:
+        for name, load in (("_load_from_checkpoint", from_checkpoint), ("_load_best_model", best_model)):
+            if _is_own(type(trainer), name):
+                stack.enter_context(instead(trainer, name, functools.partial(load, getattr(trainer, name))))
+        yield
+
+
+def _is_own(kind: type, name: str) -> bool:
+    """Whether a Trainer's class has a method that does not come to that of transformers."""
+    method = inspect.unwrap(getattr(kind, name))
+    if getattr(kind, name) in (getattr(transformers.Trainer, name), getattr(ZeroTrainerMixin, name)):
+        return False
+    return "__class__" not in method.__code__.co_freevars and name not in method.__code__.co_names
 
 
 def _warn_of_unused_block(trainer: Any, plugin: ZeroPlugin) -> None:
@@ -314,7 +346,8 @@ def _save_full(self: Any, engine: ZeroEngine, folder: str) -> None:
         def write() -> None:
             with unsharded_prompt_encoders(self.model), weights_where_asked(self):
                 if self.args.should_save:
-                    type(self)._save(self, folder, state_dict=weights)
+                    with brought(engine, weights) if writes else nullcontext():
+                        type(self)._save(self, folder, state_dict=weights)
             if not writes:
                 remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])
 

@@ -1,0 +1,115 @@
+"""Models and Trainers of libraries that save and load part by part, as those of sentence-transformers do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import nn
+from transformers import LlamaModel
+
+from tests.harness.ranks import run_ranks
+from tests.hf.runs import VOCAB, arguments, build, entry, examples
+
+
+class Parts(nn.Module):
+    """An encoder of transformers, and a head; neither `save_pretrained` nor `load` knows a state dict."""
+
+    def __init__(self, encoder: LlamaModel) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(encoder.config.hidden_size, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **more: Any) -> dict[str, Any]:
+        logits = self.head(self.encoder(input_ids, **more).last_hidden_state)
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+    def save_pretrained(self, path: str) -> None:
+        self.encoder.save_pretrained(path)
+        safetensors.torch.save_model(self.head, f"{path}/head.safetensors")
+        with torch.inference_mode():  # for a page about the model
+            sample = self(torch.arange(8)[None])["logits"].sum().item()
+        Path(path, "sample.json").write_text(json.dumps(sample))
+
+    @classmethod
+    def load(cls, path: str) -> Parts:
+        model = cls(LlamaModel.from_pretrained(path))
+        safetensors.torch.load_model(model.head, f"{path}/head.safetensors")
+        return model
+
+
+class PartsTrainer(transformers.Trainer):
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        assert output_dir is not None and isinstance(self.model, Parts)
+        self.model.save_pretrained(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        assert isinstance(self.model, Parts)
+        self.model.load_state_dict(Parts.load(resume_from_checkpoint).state_dict())
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+@dataclasses.dataclass
+class Found:
+    """The losses of a run, and the numbers that its samples show, by folder."""
+
+    losses: list[float]
+    resumed: list[float]
+    samples: dict[str, float]
+    best: dict[str, torch.Tensor]
+
+
+def make() -> Parts:
+    encoder = build().model
+    torch.manual_seed(3)
+    return Parts(encoder)
+
+
+def losses_of(trainer: transformers.Trainer) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def train(kind: str, stage: int, folder: str) -> Found:
+    with entry(kind, stage) as (_, _, more):
+        saves = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 4}
+        # The largest loss is that of the first evaluation: another checkpoint than the last is the best one.
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+        args = transformers.TrainingArguments(**arguments(folder, **saves, **best, **more))
+        data: dict[str, Any] = {"train_dataset": examples(40, 1), "eval_dataset": examples(9, 2)}
+        trainer = PartsTrainer(model=make(), args=args, **data)
+        trainer.train()
+        assert isinstance(trainer.model, Parts)
+        if kind != "ddp" or args.process_index == 0:
+            trainer.model.save_pretrained(f"{folder}/final")
+        again = PartsTrainer(model=make(), args=args, **data)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        trainer.accelerator.wait_for_everyone()
+        found = {str(path.parent.name): json.loads(path.read_text()) for path in Path(folder).glob("*/sample.json")}
+        weights = safetensors.torch.load_file(f"{folder}/final/model.safetensors")
+        weights |= safetensors.torch.load_file(f"{folder}/final/head.safetensors")
+        return Found(losses_of(trainer), losses_of(again)[-2:], found, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_library_saves_and_loads_in_its_own_way(stage: int, tmp_path: Path) -> None:
+    wanted = run_ranks(train, 2, "ddp", 0, str(tmp_path / "ddp"), timeout=90, init_group=False)[0]
+    assert wanted.losses[0] > wanted.losses[-1] and len(wanted.samples) == 3
+    assert wanted.samples["final"] == wanted.samples["checkpoint-2"] != wanted.samples["checkpoint-4"]
+    for found in run_ranks(train, 2, "enable", stage, str(tmp_path / "zero"), timeout=90, init_group=False):
+        assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
+        assert found.resumed == found.losses[-2:]
+        assert found.samples == pytest.approx(wanted.samples, rel=1e-4)
+        torch.testing.assert_close(found.best, wanted.best, rtol=1e-4, atol=1e-6)
