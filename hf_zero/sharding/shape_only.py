@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -9,11 +11,14 @@ import torch
 
 from hf_zero.errors import StateError
 
+logger = logging.getLogger(__name__)
+
 
 class ShapeOnly(torch.Tensor):
     """Stands for a sharded parameter. Loaders read its name, shape and type; reading or saving values raises."""
 
     parameter_name: str
+    saves_empty = False  # for programs that save such a state dict and then another file over it, as under DeepSpeed
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, name: str) -> ShapeOnly:
@@ -31,8 +36,11 @@ class ShapeOnly(torch.Tensor):
             return ShapeOnly(first, first.parameter_name)
         _refuse("a sharded parameter" if first is None else first.parameter_name)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self.parameter_name)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.saves_empty:
+            _refuse(self.parameter_name)
+        _warn_of_empty()
+        return torch.empty(0, dtype=self.dtype, device="cpu").__reduce_ex__(protocol)
 
     def data_ptr(self) -> NoReturn:
         _refuse(self.parameter_name)
@@ -51,6 +59,15 @@ class ShapeOnly(torch.Tensor):
 
     # Without this every operation first makes a subclass of its result, `detach` a plain tensor.
     __torch_function__: Callable[..., Any] = torch._C._disabled_torch_function_impl
+
+
+@functools.cache
+def _warn_of_empty() -> None:
+    """Warn once."""
+    logger.warning(
+        "a state_dict() of sharded parameters is saved, and has no values of theirs, as under DeepSpeed: gather them "
+        "(zero.GatheredParameters), and save them then"
+    )
 
 
 def _refuse(name: str) -> NoReturn:

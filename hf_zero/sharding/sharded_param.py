@@ -44,7 +44,10 @@ _SHAPE = "size dim ndimension numel nelement stride storage_offset is_contiguous
 _TYPE = "is_floating_point is_complex is_signed get_device is_pinned is_shared result_type __hash__ untyped_storage"
 _AUTOGRAD = "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad grad backward"
 # `isnan` says truly that there are no values.
-_WITHOUT_VALUES = frozenset(f"{_LIKE} {_NEW} {_SHAPE} {_TYPE} {_AUTOGRAD} isnan".split())
+_WITHOUT_VALUES = frozenset(
+    f"{_LIKE} {_NEW} {_SHAPE} {_TYPE} {_AUTOGRAD} isnan _has_compatible_shallow_copy_type".split()
+)
+_CASTS = frozenset("to type float double half bfloat16 cpu cuda".split())
 _OF_ANOTHER = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})  # `x.to(param)` takes no value
 _VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})  # attributes that are more than shape and type
 
@@ -63,7 +66,15 @@ class _Sharded:
         first: Any = target if isinstance(target, _Sharded) else None
         if first is not None and name in ("data", "detach"):
             return ShapeOnly(first, _text(first))
+        if (
+            first is not None
+            and name in _CASTS
+            and (given := _without_values(first, func, args[1:], kwargs)) is not None
+        ):
+            return given
         if first is not None and name == "set data":
+            if args[1] is first:  # Module.to does so where a cast changed nothing
+                return None
             raise StateError(_no_values(first, "param.data = ...", writes=True))
         if first is not None and name == "__repr__":
             return f"<{_text(first)}, sharded, of shape {tuple(first.shape)}>"
@@ -113,6 +124,14 @@ def _name_of(func: Any) -> tuple[str, bool]:
     if name not in ("__get__", "__set__", "__delete__"):
         return name, False
     return ("" if name == "__get__" else "set ") + getattr(func.__self__, "__name__", ""), True
+
+
+def _without_values(param: nn.Parameter, cast: Any, args: Any, kwargs: Any) -> Any:
+    """Return what a cast gives that needs no values: the parameter, if it is so already, or its type; else None."""
+    probe = torch.empty(1, dtype=param.dtype, device=param.device)
+    with asking_nobody():
+        given = cast(probe, *args, **kwargs)
+    return param if given is probe else given if isinstance(given, str) else None
 
 
 def _is_write(name: str) -> bool:

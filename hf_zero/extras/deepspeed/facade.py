@@ -146,6 +146,11 @@ def _name_partitions(module: Any) -> None:
         setattr(module.ShardedOptimizer, name, _answered("optimizer", name))
 
 
+def _save_empty(module: Any) -> None:
+    """Let programs save a state dict of sharded parameters, as they do before they write a full one over it."""
+    module.ShapeOnly.saves_empty = True
+
+
 def _compare_tied_weights(module: Any) -> None:
     """Let transformers compare tied weights that are stored twice when it has loaded them into zero.Init's shards.
 
@@ -161,6 +166,7 @@ def _compare_tied_weights(module: Any) -> None:
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "accelerate.state": _count_processes_on_cpu,
     "hf_zero.optim.sharded": _name_partitions,
+    "hf_zero.sharding.shape_only": _save_empty,
     "torch.nn.modules.module": _name_modules,
     "torch.nn.parameter": _name_parameters,
     "transformers.modeling_utils": _compare_tied_weights,
