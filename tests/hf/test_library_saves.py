@@ -14,8 +14,9 @@ import transformers
 from torch import nn
 from transformers import LlamaModel
 
+import hf_zero
 from tests.harness.ranks import run_ranks
-from tests.hf.runs import VOCAB, arguments, build, entry, examples
+from tests.hf.runs import VOCAB, arguments, build, entry, examples, zero_config
 
 
 class Parts(nn.Module):
@@ -113,3 +114,24 @@ def test_a_library_saves_and_loads_in_its_own_way(stage: int, tmp_path: Path) ->
         assert found.resumed == found.losses[-2:]
         assert found.samples == pytest.approx(wanted.samples, rel=1e-4)
         torch.testing.assert_close(found.best, wanted.best, rtol=1e-4, atol=1e-6)
+
+
+def fail_to_save(folder: str) -> None:
+    config = zero_config(3) | {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
+    model = make()
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)[0]
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        before = engine(ids)["logits"]
+    Path(folder, "taken").touch()
+    with pytest.raises(hf_zero.CheckpointError, match=r"rank 0: cannot write .*taken"):
+        model.save_pretrained(f"{folder}/taken")
+    assert "sharded" in repr(model.head.weight)
+    with torch.no_grad():
+        assert torch.equal(engine(ids)["logits"], before)
+    model.save_pretrained(f"{folder}/free")
+
+
+def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    run_ranks(fail_to_save, 2, str(tmp_path))
+    assert json.loads(Path(tmp_path, "free", "sample.json").read_text()) != 0
