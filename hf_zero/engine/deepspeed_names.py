@@ -31,7 +31,8 @@ from hf_zero.runtime.loss_scale import LossScale
 logger = logging.getLogger(__name__)
 
 
-_LOWER_CASE = ("adagrad", "adam", "adamw", "lamb", "lion", "muon")
+# The types that DeepSpeed has optimizers of its own for, as it names them.
+OWN_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", "lion", "muon")
 
 
 class DeepSpeedNames(ModuleWrapper):
@@ -229,7 +230,7 @@ class DeepSpeedNames(ModuleWrapper):
         if self.config.optimizer is None:
             return None
         name: str = self.config["optimizer"]["type"]
-        return name.lower() if name.lower() in _LOWER_CASE else name
+        return name.lower() if name.lower() in OWN_OPTIMIZERS else name
 
     def scheduler_name(self) -> str | None:
         """Return the type of the scheduler block; None without one."""

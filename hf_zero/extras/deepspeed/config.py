@@ -6,12 +6,11 @@ from typing import Any
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.distributed.processes import launched_processes
+from hf_zero.engine.deepspeed_names import OWN_OPTIMIZERS
 
 # Programs compare the name of an engine's optimizer with these.
-ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER = (
-    "adagrad adam adamw lamb lion".split()
-)
-MUON_OPTIMIZER, ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "muon", "onebitadam", "onebitlamb"
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = OWN_OPTIMIZERS
+ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "onebitadam", "onebitlamb"
 
 
 def DeepSpeedConfig(config: Any, mpu: Any = None, mesh_device: Any = None) -> ResolvedConfig:
