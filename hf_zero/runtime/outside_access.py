@@ -10,11 +10,13 @@ graph takes what it finds, so other layers are to be read outside of it.
 A parameter that was not taken from its module by name (in a loop over `model.parameters()`, or returned by a layer)
 is gathered where its values are used first, and so is one that is used with gradients on before the forward. Without
 gradients, outside of a forward and its backward, code runs on one rank as often as on all, and the use is an error.
+The forward may be that of another model: a student's loss reads the head of its teacher.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 logger = logging.getLogger(__name__)
+# Every model of this process has its own, in the order in which they were made: the same on all ranks.
+_all: weakref.WeakKeyDictionary[OutsideReads, None] = weakref.WeakKeyDictionary()
 
 
 class _OwnParameters(dict[str, Any]):
@@ -62,6 +66,7 @@ class OutsideReads:
             module._parameters = _OwnParameters(module._parameters, self)
         for flat in params.flats:
             flat.watch_values(self.on_values)
+        _all[self] = None
 
     def remove(self) -> None:
         self.is_open = False
@@ -82,6 +87,11 @@ class OutsideReads:
     def close(self) -> None:
         """End what `open` began: nothing of the forward is left to run, nor of its backward."""
         self.is_open = False
+        for reads in _all:
+            if not reads.is_open:
+                reads._give_back()
+
+    def _give_back(self) -> None:
         borrowed, self._borrowed = self._borrowed, []
         for unit in borrowed:
             self._params.after_use(unit)
@@ -102,7 +112,7 @@ class OutsideReads:
 
     def on_values(self, param: nn.Parameter, writes: bool) -> bool:
         """Unshard `param`, whose values are needed; return whether it is unsharded now."""
-        if writes or not (self.is_open or torch.is_grad_enabled()):
+        if writes or not (torch.is_grad_enabled() or any(reads.is_open for reads in _all)):
             return False
         self.on_read(param)
         return True

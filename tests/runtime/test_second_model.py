@@ -136,3 +136,67 @@ def test_alone() -> None:
     want = model(batch(0)[0])
     got = hf_zero.shard(model)(batch(0)[0])
     assert torch.equal(got, want.detach()) and not got.requires_grad
+
+
+class Difference(torch.autograd.Function):
+    """Squares of the differences of two heads' outputs, without gradients inside, as fused losses of TRL compute."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, theirs: torch.Tensor, head: torch.Tensor, other: Any) -> torch.Tensor:
+        difference = hidden @ head - theirs @ other[:].to(head.dtype)
+        ctx.save_for_backward(difference, hidden, head)
+        return difference.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        difference, hidden, head = ctx.saved_tensors
+        scaled = grad * difference * 2 / difference.numel()
+        return scaled.unsqueeze(-1) * head, None, torch.einsum("...,...d->d", scaled, hidden), None
+
+
+class Student(Net):
+    """A net that returns its loss beside a teacher."""
+
+    def forward(self, x: torch.Tensor, teacher: Any = None) -> torch.Tensor:
+        hidden = self.layers[1](self.layers[0](x))
+        with torch.no_grad():
+            theirs = teacher.layers[0](x)
+        loss: torch.Tensor = Difference.apply(hidden, theirs, self.head, teacher.head)
+        return loss
+
+
+def pair() -> tuple[Student, Net]:
+    torch.manual_seed(3)
+    return Student().double(), Net().double()
+
+
+def distill() -> list[float]:
+    student, teacher = pair()
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    engine = hf_zero.initialize(model=student, optimizer=optimizer, config=config)[0]
+    hf_zero.shard(teacher, config)
+    losses = []
+    for step in range(STEPS):
+        loss = engine(batch(step)[0].chunk(engine.world_size)[engine.rank], teacher)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(engine.comm.vote(loss.detach()[None].double(), "loss")[0]) / engine.world_size)
+    with torch.no_grad(), pytest.raises(hf_zero.StateError, match="head is sharded"):
+        teacher.head.sum()
+    return losses
+
+
+def test_a_loss_without_gradients_inside_reads_a_teacher() -> None:
+    student, teacher = pair()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    wanted = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = student(batch(step)[0], teacher)
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    assert wanted[-1] < wanted[0]
+    for losses in run_ranks(distill, 2):
+        assert losses == pytest.approx(wanted, rel=1e-9)
