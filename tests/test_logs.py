@@ -1,12 +1,18 @@
-"""Levels of the log, and where it goes: each case is a program of its own, as a user would start it."""
+"""Levels of the log, and where it goes: each case is a program of its own, with a variable a Python of its own too."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+from tests.harness.scripts import run_script
+
+Run = Callable[[str], tuple[list[str], list[str]]]
 
 PROGRAM = """
 import logging
@@ -21,10 +27,24 @@ logging.getLogger("hf_zero.engine.engine").warning("a warning")
 """
 
 
-def run(statement: str = "", **variables: str) -> tuple[list[str], list[str]]:
+@pytest.fixture
+def run_here(tmp_path: Path) -> Run:
+    """Run the program with a statement, in a process that has its imports; return its lines as `run` does."""
+
+    def run(statement: str) -> tuple[list[str], list[str]]:
+        script = tmp_path / "program.py"
+        script.write_text(PROGRAM)
+        ran = run_script(script, statement, folder=tmp_path, processes=1)
+        assert ran.status == [0], ran.err
+        return ran.out.splitlines(), ran.err.splitlines()
+
+    return run
+
+
+def run(**variables: str) -> tuple[list[str], list[str]]:
     """Return the lines of standard output and standard error."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, statement],
+        [sys.executable, "-c", PROGRAM, ""],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -41,15 +61,15 @@ def test_without_a_call_the_log_has_warnings_and_that_zero_is_on() -> None:
 
 
 @pytest.mark.parametrize("way", ["call", "variable"])
-def test_info_shows_what_was_decided(way: str) -> None:
-    _, log = run("hf_zero.set_verbosity_info()") if way == "call" else run(HF_ZERO_VERBOSITY="info")
+def test_info_shows_what_was_decided(way: str, run_here: Run) -> None:
+    _, log = run_here("hf_zero.set_verbosity_info()") if way == "call" else run(HF_ZERO_VERBOSITY="info")
     keys = [line.split()[0] for line in log if " ..." in line]
     assert "zero_optimization.stage" in keys and "steps_per_print" in keys, log
     assert "zero_optimization.contiguous_gradients" not in keys and len(keys) < 10, keys
 
 
-def test_debug_shows_every_key() -> None:
-    _, log = run("hf_zero.set_verbosity_debug()")
+def test_debug_shows_every_key(run_here: Run) -> None:
+    _, log = run_here("hf_zero.set_verbosity_debug()")
     keys = [line.split()[0] for line in log if " ..." in line]
     assert "zero_optimization.contiguous_gradients" in keys and len(keys) > 60
 
@@ -65,12 +85,12 @@ def test_a_wrong_level_is_named() -> None:
 
 
 @pytest.mark.parametrize("place", ["logging.basicConfig(format='mine %(message)s', level='INFO')", "package"])
-def test_handlers_of_the_program_get_all_records_once(place: str) -> None:
+def test_handlers_of_the_program_get_all_records_once(place: str, run_here: Run) -> None:
     on_package = (
         "handler = logging.StreamHandler(); handler.setFormatter(logging.Formatter('mine %(message)s'));"
         "logging.getLogger('hf_zero').addHandler(handler); hf_zero.set_verbosity_info()"
     )
-    out, log = run(on_package if place == "package" else place)
+    out, log = run_here(on_package if place == "package" else place)
     assert out == []
     assert [line for line in log if "[hf_zero]" in line] == []
     assert sum(line.startswith("mine hf_zero: ZeRO stage 2") for line in log) == 1

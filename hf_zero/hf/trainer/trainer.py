@@ -188,11 +188,12 @@ def _instead_of_own_loading(trainer: Any) -> Iterator[None]:
 
 
 def _is_own(kind: type, name: str) -> bool:
-    """Whether a Trainer's class has a method that does not come to that of transformers."""
-    method = inspect.unwrap(getattr(kind, name))
-    if getattr(kind, name) in (getattr(transformers.Trainer, name), getattr(ZeroTrainerMixin, name)):
+    """Whether a Trainer's class has a method that calls that of transformers neither by `super()` nor by its name."""
+    method = getattr(kind, name)
+    if method in (getattr(transformers.Trainer, name), getattr(ZeroTrainerMixin, name)):
         return False
-    return "__class__" not in method.__code__.co_freevars and name not in method.__code__.co_names
+    code = inspect.unwrap(method).__code__
+    return "__class__" not in code.co_freevars and name not in code.co_names
 
 
 def _warn_of_unused_block(trainer: Any, plugin: ZeroPlugin) -> None:
