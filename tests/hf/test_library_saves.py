@@ -62,6 +62,20 @@ class PartsTrainer(transformers.Trainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
+class OtherTrainer(PartsTrainer):
+    """Saves from `save_model` itself, and comes to the methods of transformers for other models only: GLiNER's way."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.args.should_save:
+            self._save(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if isinstance(self.model, Parts):
+            self.model.load_state_dict(Parts.load(resume_from_checkpoint).state_dict())
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+
 @dataclasses.dataclass
 class Found:
     """The losses of a run, and the numbers that its samples show, by folder."""
@@ -82,19 +96,19 @@ def losses_of(trainer: transformers.Trainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def train(kind: str, stage: int, folder: str) -> Found:
+def train(kind: str, stage: int, folder: str, trainer_class: type[PartsTrainer] = PartsTrainer) -> Found:
     with entry(kind, stage) as (_, _, more):
         saves = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 4}
         # The largest loss is that of the first evaluation: another checkpoint than the last is the best one.
         best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
         args = transformers.TrainingArguments(**arguments(folder, **saves, **best, **more))
         data: dict[str, Any] = {"train_dataset": examples(40, 1), "eval_dataset": examples(9, 2)}
-        trainer = PartsTrainer(model=make(), args=args, **data)
+        trainer = trainer_class(model=make(), args=args, **data)
         trainer.train()
         assert isinstance(trainer.model, Parts)
         if kind != "ddp" or args.process_index == 0:
             trainer.model.save_pretrained(f"{folder}/final")
-        again = PartsTrainer(model=make(), args=args, **data)
+        again = trainer_class(model=make(), args=args, **data)
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
         trainer.accelerator.wait_for_everyone()
         found = {str(path.parent.name): json.loads(path.read_text()) for path in Path(folder).glob("*/sample.json")}
@@ -104,12 +118,15 @@ def train(kind: str, stage: int, folder: str) -> Found:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_library_saves_and_loads_in_its_own_way(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "trainer_class"), [(2, PartsTrainer), (3, PartsTrainer), (3, OtherTrainer)])
+def test_a_library_saves_and_loads_in_its_own_way(
+    stage: int, trainer_class: type[PartsTrainer], tmp_path: Path
+) -> None:
     wanted = run_ranks(train, 2, "ddp", 0, str(tmp_path / "ddp"), timeout=90, init_group=False)[0]
     assert wanted.losses[0] > wanted.losses[-1] and len(wanted.samples) == 3
     assert wanted.samples["final"] == wanted.samples["checkpoint-2"] != wanted.samples["checkpoint-4"]
-    for found in run_ranks(train, 2, "enable", stage, str(tmp_path / "zero"), timeout=90, init_group=False):
+    job = "enable", stage, str(tmp_path / "zero"), trainer_class
+    for found in run_ranks(train, 2, *job, timeout=90, init_group=False):
         assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
         assert found.resumed == found.losses[-2:]
         assert found.samples == pytest.approx(wanted.samples, rel=1e-4)

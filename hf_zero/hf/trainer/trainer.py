@@ -88,6 +88,8 @@ def create_accelerator(self: Any, orig: Original) -> None:
     with ACTIVATION.held_back():
         orig()
     ZeroPlugin(config, args=self.args).attach(self.accelerator)
+    if _overrides(self, "save_model") and not _comes_to_ours(type(self).save_model):
+        self.save_model = functools.partial(FUNCTIONS["save_model"][0], self, self.save_model)
     hash_over_shards()
 
 
@@ -169,8 +171,7 @@ def train(
 def _instead_of_own_loading(trainer: Any) -> Iterator[None]:
     """Load what the engine has saved, although the class of `trainer` loads weights in its own way.
 
-    That way is made for a plain model: it assigns to parameters, which may be sharded. A method that calls `super()`
-    comes to ours by itself.
+    That way is made for a plain model: it assigns to parameters, which may be sharded.
     """
 
     def from_checkpoint(own: Original, folder: str, *args: Any) -> Any:
@@ -182,18 +183,20 @@ def _instead_of_own_loading(trainer: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, load in (("_load_from_checkpoint", from_checkpoint), ("_load_best_model", best_model)):
-            if _is_own(type(trainer), name):
+            if _overrides(trainer, name):
                 stack.enter_context(instead(trainer, name, functools.partial(load, getattr(trainer, name))))
         yield
 
 
-def _is_own(kind: type, name: str) -> bool:
-    """Whether a Trainer's class has a method that calls that of transformers neither by `super()` nor by its name."""
-    method = getattr(kind, name)
-    if method in (getattr(transformers.Trainer, name), getattr(ZeroTrainerMixin, name)):
-        return False
+def _overrides(trainer: Any, name: str) -> bool:
+    """Whether a Trainer's class has a method of its own in front of ours."""
+    return getattr(type(trainer), name) not in (getattr(transformers.Trainer, name), getattr(ZeroTrainerMixin, name))
+
+
+def _comes_to_ours(method: Callable[..., Any]) -> bool:
+    """Whether a method calls that of transformers, by `super()` or by its name."""
     code = inspect.unwrap(method).__code__
-    return "__class__" not in code.co_freevars and name not in code.co_names
+    return "__class__" in code.co_freevars or code.co_name in code.co_names
 
 
 def _warn_of_unused_block(trainer: Any, plugin: ZeroPlugin) -> None:
