@@ -45,6 +45,7 @@ from hf_zero.runtime.outside_access import OutsideReads
 from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.runtime.unit_pass import Phase
 from hf_zero.runtime.unshard import OnDemandParams
+from hf_zero.sharding.param_data import with_own_storage
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.shape_only import ShapeOnly
 from hf_zero.sharding.sharded_param import asks_nobody
@@ -193,10 +194,7 @@ class ModelHooks:
 
     def on_state_dict(self, model: nn.Module, events: PassEvents) -> None:
         """Check before a `state_dict()`, of the model or of a part, that its values are current; give its tensors a
-        storage each.
-
-        Unsharded parameters lie one behind the other in one storage, and safetensors and accelerate take tensors of
-        one storage for tied: they would save the first of them only, or refuse.
+        storage each, where the device can.
         """
 
         def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -204,8 +202,8 @@ class ModelHooks:
                 value = state.get(prefix + name)
                 if isinstance(value, ShapeOnly | nn.Parameter) or not isinstance(value, torch.Tensor):
                     continue
-                if value.numel() and not value.requires_grad:
-                    state[prefix + name] = torch.utils.dlpack.from_dlpack(value)
+                if value.numel() and not value.requires_grad and (own := with_own_storage(value)) is not None:
+                    state[prefix + name] = own
 
         def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             events.check_current()

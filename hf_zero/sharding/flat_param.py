@@ -377,11 +377,15 @@ class FlatParam:
                     param.__class__ = kind
 
     def show(self, whole: Mapping[int, torch.Tensor]) -> None:
-        """Point parameters at other memory, by their ids, until `hide`. No communication."""
+        """Point parameters at other memory, by their ids, until `hide`. No communication.
+
+        A parameter stays as it is where its device exchanges no memory with that of the tensor.
+        """
         with asking_nobody():
             for param, kind in zip(self.params, self._classes, strict=True):
-                if id(param) in whole:
-                    param.data = whole[id(param)]
+                tensor = whole.get(id(param))
+                if tensor is not None and torch._has_compatible_shallow_copy_type(param, tensor):
+                    param.data = tensor
                     param.__class__ = kind
 
     def hide(self) -> None:

@@ -1,4 +1,4 @@
-"""Brings a parameter that the user made into memory of hf_zero's."""
+"""Brings a parameter that the user made into memory of hf_zero's, and gives what lies there a storage of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import torch
 from torch import nn
 
 from hf_zero.errors import StateError
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor with the same memory and a storage of its own; None on a device that dlpack does not know.
+
+    Parameters lie one behind the other in one storage, and safetensors and accelerate take tensors of one storage for
+    tied: they would save the first of them only, or refuse.
+    """
+    try:
+        return torch.utils.dlpack.from_dlpack(tensor)
+    except ValueError:
+        return None
 
 
 def set_data(param: nn.Parameter, values: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from hf_zero.hf.models.peft import (
 )
 from hf_zero.hf.models.shard_files import WrittenFiles, publish, shard_files
 from hf_zero.hf.patching import by_name, replace_method
+from hf_zero.sharding.param_data import with_own_storage
 
 
 def full_weights(
@@ -49,12 +50,10 @@ def full_weights(
 
 
 def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same memory, as tensors with a storage each; names of one tensor still share theirs.
-
-    Unsharded parameters lie one behind the other in flat parameters, and accelerate takes all tensors of one storage
-    for tied: it would save the first of them only.
-    """
-    return {name: torch.utils.dlpack.from_dlpack(tensor.detach()) for name, tensor in state.items()}
+    """Return tensors with a storage each: of the same memory where the device can, and names of one still share it."""
+    plain = {name: tensor.detach() for name, tensor in state.items()}
+    own = {name: with_own_storage(tensor) for name, tensor in plain.items()}
+    return {name: plain[name].clone() if tensor is None else tensor for name, tensor in own.items()}
 
 
 @contextlib.contextmanager
