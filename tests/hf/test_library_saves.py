@@ -76,6 +76,14 @@ class OtherTrainer(PartsTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
+class NotingTrainer(PartsTrainer):
+    """Loads as transformers does, and does something of its own besides."""
+
+    def _load_best_model(self) -> None:
+        transformers.Trainer._load_best_model(self)
+        self.noted = True
+
+
 @dataclasses.dataclass
 class Found:
     """The losses of a run, and the numbers that its samples show, by folder."""
@@ -105,6 +113,7 @@ def train(kind: str, stage: int, folder: str, trainer_class: type[PartsTrainer] 
         data: dict[str, Any] = {"train_dataset": examples(40, 1), "eval_dataset": examples(9, 2)}
         trainer = trainer_class(model=make(), args=args, **data)
         trainer.train()
+        assert getattr(trainer, "noted", False) == isinstance(trainer, NotingTrainer)
         assert isinstance(trainer.model, Parts)
         if kind != "ddp" or args.process_index == 0:
             trainer.model.save_pretrained(f"{folder}/final")
@@ -118,7 +127,9 @@ def train(kind: str, stage: int, folder: str, trainer_class: type[PartsTrainer] 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "trainer_class"), [(2, PartsTrainer), (3, PartsTrainer), (3, OtherTrainer)])
+@pytest.mark.parametrize(
+    ("stage", "trainer_class"), [(2, PartsTrainer), (3, PartsTrainer), (3, OtherTrainer), (3, NotingTrainer)]
+)
 def test_a_library_saves_and_loads_in_its_own_way(
     stage: int, trainer_class: type[PartsTrainer], tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from hf_zero.checkpoint.file_list import write_list
 from hf_zero.checkpoint.load import Parts
 from hf_zero.checkpoint.replaced_files import drop, put_back, set_aside
 from hf_zero.engine.engine import ZeroEngine, engine_of
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, ConfigError, StateError, ZeroError
 from hf_zero.hf.accelerator.plugin import ZeroPlugin
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.local_files import on_all_ranks, reading, writing, writing_alone
@@ -159,7 +159,7 @@ def train(
             tell_of_start(self.args, resume_from_checkpoint)
     _mix_references_by_shards(self)
     _warn_of_unused_block(self, plugin)
-    with _instead_of_own_loading(self):
+    with _around_own_loading(self):
         result = orig(resume_from_checkpoint, *args, **kwargs)
     if (engine := engine_of_trainer(self)) is not None:
         engine.finish_updates()
@@ -168,23 +168,30 @@ def train(
 
 
 @contextlib.contextmanager
-def _instead_of_own_loading(trainer: Any) -> Iterator[None]:
-    """Load what the engine has saved, although the class of `trainer` loads weights in its own way.
+def _around_own_loading(trainer: Any) -> Iterator[None]:
+    """Load what the engine has saved where the class of `trainer` loads weights in its own way alone.
 
-    That way is made for a plain model: it assigns to parameters, which may be sharded.
+    That way is made for a plain model: it assigns to parameters, which is an error where they are sharded. A method
+    that calls `super()`, perhaps for some models only, is called; ours is where it has not come there.
     """
 
-    def from_checkpoint(own: Original, folder: str, *args: Any) -> Any:
-        return None if has_sharded_state(folder) else own(folder, *args)  # the engine loads them, with its states
-
-    def best_model(own: Original) -> Any:
-        folder = trainer.state.best_model_checkpoint
-        return FUNCTIONS["_load_best_model"][0](trainer, own) if has_sharded_state(folder) else own()
+    def load(name: str, own: Original, *args: Any) -> Any:
+        if not has_sharded_state(args[0] if args else trainer.state.best_model_checkpoint):
+            return own(*args)
+        trainer._zero_loads = False  # until ours is called
+        if _comes_to_ours(own):
+            try:
+                own(*args)
+            except RuntimeError as error:  # torch's load_state_dict may have made it of a StateError
+                is_other = isinstance(error, ZeroError | torch.OutOfMemoryError) and not isinstance(error, StateError)
+                if trainer._zero_loads or is_other:
+                    raise
+        return None if trainer._zero_loads else FUNCTIONS[name][0](trainer, own, *args)
 
     with ExitStack() as stack:
-        for name, load in (("_load_from_checkpoint", from_checkpoint), ("_load_best_model", best_model)):
-            if _overrides(trainer, name):
-                stack.enter_context(instead(trainer, name, functools.partial(load, getattr(trainer, name))))
+        for name in ("_load_from_checkpoint", "_load_best_model"):
+            if _overrides(trainer, name) and not isinstance(trainer, ZeroTrainerMixin):
+                stack.enter_context(instead(trainer, name, functools.partial(load, name, getattr(trainer, name))))
         yield
 
 
@@ -384,6 +391,7 @@ def load_from_checkpoint(
     self: Any, orig: Original, plugin: ZeroPlugin, resume_from_checkpoint: str, model: nn.Module | None = None
 ) -> None:
     """Load weights before the model is prepared, unless the engine will load them with the optimizer state."""
+    self._zero_loads = True
     target = self.model if model is None else model
     # Frozen weights that are in no file either, those of a PEFT model's base, are compared when the engine loads.
     if not has_sharded_state(resume_from_checkpoint) or (
@@ -415,6 +423,7 @@ def load_rng_state(self: Any, orig: Original, engine: ZeroEngine, checkpoint: st
 @in_place_of("_load_best_model", needs=engine_of_trainer)
 def load_best_model(self: Any, orig: Original, engine: ZeroEngine) -> None:
     """Load the best checkpoint's weights into the live shards: from its masters where it has them."""
+    self._zero_loads = True
     best = self.state.best_model_checkpoint
     logger.info("Loading best model from %s (score: %s).", best, self.state.best_metric)
     if has_sharded_state(best):  # frozen weights have not moved since
