@@ -225,13 +225,6 @@ def _of_groups(get: Get) -> Iterator[Conflict]:
             "the stage is 0, and nothing is sharded there",
             f"Set {STAGE} to 1, 2 or 3, or remove it.",
         )
-    if get(STAGE) == 3 and not medium(get, OFFLOAD_PARAM).is_device:
-        yield Conflict(
-            GROUP,
-            f"{OFFLOAD_PARAM}.device is {show(get(f'{OFFLOAD_PARAM}.device'))}, but what a group shares stays on the "
-            "device",
-            'Remove offload_param (offload_optimizer may stay), or write "all".',
-        )
     for name, wrong in (
         ("msamp.enabled", "8-bit gradients go straight from each rank to all others"),
         ("reduce_scatter", "an all-reduce does not stay within groups"),

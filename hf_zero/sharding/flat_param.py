@@ -16,7 +16,8 @@ Where ranks form groups (`sharding_group`; [Note: Two steps] in distributed/two_
 between uses is so twice. The shard, the masters and all that the optimizer has are of all ranks, as ever: a checkpoint
 is the same with groups and without. The row is the shards of the ranks at this one's place in their groups, so that
 the rows of a group are the whole, and a gather stays within it. The row is filled by the first gather after the shards
-have changed. Whoever changes them says so, on all ranks, by `shard_changed`; that costs nothing.
+have changed. Whoever changes them says so, on all ranks, by `shard_changed`; that costs nothing. Between gathers the
+row is where the shard is, on the device, the host or a disk, and a gather has it on the device.
 
 [Note: Whose memory]
 Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the storage of
@@ -31,6 +32,7 @@ new memory. That is right for graphs too, whose views hold the values until they
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -91,8 +93,10 @@ class FlatParam:
         self.slices = slices_by_name(layout, self.rank)
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
-        self._row: torch.Tensor | None = None  # 1-D [padded_numel / groups of the ranks]
+        self._row: Shard | None = None  # padded_numel / size of a group elements
         self._row_is_old = True  # the shards have changed since it was filled
+        self._lent_row: ShardTensor | None = None  # on the device for a gather, where the row is elsewhere
+        self._keeps_row = False  # the row on the device is new: it goes to where the row is kept
         self._device = comm.device
         values = torch.full((len(self.params),), torch.nan, dtype=self.dtype, device=self._device)
         slots = zip(values.unbind(), layout.slots, strict=True)
@@ -228,9 +232,10 @@ class FlatParam:
 
     # ---------------------------------------------------------------- unshard and reshard
     def prefetch(self) -> None:
-        """Start bringing the shard near where it is on a slow medium. No communication; any rank may call."""
+        """Start bringing what a gather reads near, from a slow medium. No communication; any rank may call."""
         if self.on_demand and self.update is None:
-            self.shard.prefetch()
+            read = self.shard if self._row is None or self._row_is_old else self._row
+            read.prefetch()
 
     def allocate(self) -> None:
         """Get memory for the unsharded parameters, which are still placeholders then."""
@@ -289,6 +294,8 @@ class FlatParam:
 
     def drop_row(self) -> None:
         """Give the memory back until the next gather. All ranks must call; no communication."""
+        if self._row is not None:
+            self._row.drop()
         self._row, self._row_is_old = None, True
 
     def gather_in_group(self, full: torch.Tensor, *, may_quantize: bool = False) -> list[Pending]:
@@ -297,19 +304,48 @@ class FlatParam:
         `may_quantize`: See ShardUnit.unshard. An exact gather fills the row for itself alone: what computes does not
         depend on whether somebody has read weights meanwhile.
         """
-        groups = self.comm.groups
-        assert groups is not None
-        numel = self.layout.padded_numel // groups.size
-        if self._row is None or self._row.numel() != numel:
-            with torch.inference_mode(False):  # an evaluation may be the first gather; it is filled in training too
-                self._row, self._row_is_old = torch.empty(numel, dtype=self.dtype, device=self._device), True
         buckets = self.buckets_of(full)
-        rows = self._row.split([bucket.numel() // groups.size for bucket in buckets])
         exact_once = not may_quantize and "weights" in self.comm.quantizes
-        parts = self.parts_on_device(full) if self._row_is_old or exact_once else [None] * len(buckets)
+        fills = self._row_is_old or exact_once
+        parts = self.parts_on_device(full) if fills else [None] * len(buckets)
+        row = self._row_on_device(fills=fills)
+        self._keeps_row = fills and not exact_once
         self._row_is_old = exact_once
         start = functools.partial(self.comm.all_gather_in_group, what=self.layout.name, may_quantize=may_quantize)
-        return [start(*each) for each in zip(buckets, rows, parts, strict=True)]
+        return [start(*each) for each in zip(buckets, row.parts, parts, strict=True)]
+
+    def _row_on_device(self, *, fills: bool) -> ShardTensor:
+        """Return the row, or a copy of it where it is elsewhere; memory for new values where the gather `fills` it."""
+        assert self.comm.groups is not None
+        layout = dataclasses.replace(self.layout, world_size=self.comm.groups.size)
+        place = self.comm.rank % layout.world_size
+        with self.comm.stop_together():  # the host's memory, or the disk, may be full on one rank
+            if self._row is None:
+                with torch.inference_mode(
+                    False
+                ):  # an evaluation may be the first gather; it is filled in training too
+                    self._row = make_shard(layout, place, self.placement.param, "row", self.dtype)
+            if self._row.in_memory is not None and (self.comm.computes_on_host or self.placement.param.is_on_device):
+                return self._row.in_memory
+            memory = torch.empty(layout.shard_numel, dtype=self.dtype, device=self._device)
+            self._lent_row = ShardTensor(layout, place, memory, in_full=False)
+            if not fills:
+                kept, self._borrowed = self._row.borrow()
+                if kept.memory.device == self._device:  # read from a disk on the CPU, or a plan, which has no values
+                    self._lent_row.copy_from(kept)
+                else:
+                    self._copied = kept.copy_parts_to(self._lent_row.parts)
+        return self._lent_row
+
+    def _return_row(self) -> None:
+        """Give the row on the device back after a gather, and copy one that is new to where it is kept."""
+        if self._lent_row is None:
+            return
+        assert self._row is not None
+        with self.comm.stop_together(), self.on_copy_stream():  # which has its memory, and waits for the gather
+            if self._keeps_row:
+                self._row.copy_from(self._lent_row)
+            self._lent_row = None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -328,17 +364,21 @@ class FlatParam:
 
     def use_gathered(self) -> None:
         """All buckets are filled: point the parameters at them."""
+        self.end_gather()
+        if self.on_demand:
+            self.bind_views()
+
+    def end_gather(self) -> None:
+        """All buckets are filled: what the gather had of other memory goes back."""
         if self._copied is not None:
             # An all-gather in between has waited already.
-            self._copied.wait(torch.accelerator.current_stream(self.full.device))
+            self._copied.wait(torch.accelerator.current_stream(self._device))
         if self._borrowed is not None:
             if self._copied is not None:  # the borrowed tensor is read until here
                 self._copied.synchronize()
             self._borrowed.release()
-            self._borrowed = None
-        self._copied = None
-        if self.on_demand:
-            self.bind_views()
+        self._borrowed = self._copied = None
+        self._return_row()
 
     def drop_gather(self) -> None:
         """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
@@ -346,7 +386,7 @@ class FlatParam:
             self._copied.synchronize()
         if self._borrowed is not None:
             self._borrowed.release()
-        self._borrowed = self._copied = None
+        self._borrowed = self._copied = self._lent_row = None
 
     def reshard(self) -> None:
         """Point the parameters at placeholders and give the memory up. See [Note: Whose memory]."""

@@ -183,11 +183,16 @@ class Placements:
         chosen = set()
         in_memory = 0
         for flat_spec in flat_specs:
-            if flat_spec.on_demand and in_memory + flat_spec.layout.shard_numel > self._settings.param.max_in_cpu:
+            numel = flat_spec.layout.shard_numel + self._row_numel(flat_spec.layout)
+            if flat_spec.on_demand and in_memory + numel > self._settings.param.max_in_cpu:
                 chosen.add(flat_spec.layout.name)
             elif flat_spec.on_demand:
-                in_memory += flat_spec.layout.shard_numel
+                in_memory += numel
         return frozenset(chosen)
+
+    def _row_numel(self, layout: UnitLayout) -> int:
+        """The elements that a rank keeps for its group beside its shard; see [Note: Groups] in flat_param.py."""
+        return 0 if self._comm.groups is None else layout.padded_numel // self._comm.groups.size
 
     # ---------------------------------------------------------------- stores
     def _make_disks(self, flat_specs: Sequence[FlatParamSpec]) -> None:
@@ -206,7 +211,8 @@ class Placements:
             )
         if self._on_disk:
             mine = [spec for spec in flat_specs if spec.layout.name in self._on_disk]
-            largest = max(spec.layout.shard_numel * spec.dtype.itemsize for spec in mine)
+            numels = [max(spec.layout.shard_numel, self._row_numel(spec.layout)) for spec in mine]
+            largest = max(numel * spec.dtype.itemsize for numel, spec in zip(numels, mine, strict=True))
             one = page_rounded(min(largest, param.buffer_size * max(spec.dtype.itemsize for spec in mine)))
             self._params = self.disks["parameters"] = self._make_disk(
                 param.nvme_path, "parameters", param.buffer_count * one, pin=param.pin_memory, preallocate=True

@@ -99,7 +99,7 @@ class ShardUnit:
         for pending in _start_gathers(self.name, self.flats, drops=True, may_quantize=True):
             pending.wait()
         for flat in self.flats:
-            flat.drop_gather()
+            flat.end_gather()
 
     def wait_for_unshard(self) -> None:
         self._expect(UnitState.UNSHARDING)

@@ -34,6 +34,11 @@ def _options(stage: int, size: int | str, **zero: Any) -> Options:
     return Options(stage, zero=((GROUP, size), *zero.items()))
 
 
+def _offloaded_parameters(device: str, folder: Path) -> dict[str, Any]:
+    disk = {"nvme_path": str(folder), "max_in_cpu": 0} if device == "nvme" else {}
+    return {"offload_param": {"device": device, **disk}}
+
+
 # ---------------------------------------------------------------- the numbers of one process
 @pytest.mark.parametrize(
     ("world", "sizes", "accumulation"),
@@ -66,6 +71,13 @@ def test_parity_of_offloaded_states(device: str, disk_path: Path) -> None:
     check([(case, _options(stage, 2, offload_optimizer=block)) for stage in STAGES])
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_parity_of_offloaded_parameters(device: str, disk_path: Path) -> None:
+    case = Case("plain", 4, 2, steps=3, single=True)
+    offload = _offloaded_parameters(device, disk_path)
+    check([(case, _options(3, 2, **offload)), (case, _options(3, 1, **offload, offload_optimizer={"device": "cpu"}))])
+
+
 @pytest.mark.slow
 def test_ranks_that_use_different_layers() -> None:
     for size, zero in ((2, test_data_dependent.PREFETCH), (1, test_data_dependent.NO_PREFETCH)):
@@ -94,13 +106,13 @@ def _count_sent(engine: ZeroEngine, steps: int, accumulation: int) -> dict[bool,
     return sent
 
 
-def _traffic(stage: int, accumulation: int, size: int | str = 2) -> tuple[int, list[int], list[int]]:
+def _traffic(stage: int, accumulation: int, size: int | str = 2, **more: Any) -> tuple[int, list[int], list[int]]:
     case = Case("plain", 4, accumulation, single=True)
     model = case.build()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, GROUP: size},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, GROUP: size, **more},
     }
     engine = hf_zero.initialize(model=model, optimizer=case.make_optimizer(model), config=config)[0]
     sent = _count_sent(engine, 3, accumulation)
@@ -116,9 +128,9 @@ def test_each_element_crosses_once_in_a_direction(stage: int) -> None:
         assert leaving[0] in (part, 2 * part)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_micro_batches_stay_within_the_group_until_the_last(stage: int) -> None:
-    for part, leaving, staying in run_ranks(_traffic, 4, stage, 3):
+@pytest.mark.parametrize(("stage", "device"), [*((stage, "none") for stage in STAGES), (3, "cpu"), (3, "nvme")])
+def test_micro_batches_stay_within_the_group_until_the_last(stage: int, device: str, disk_path: Path) -> None:
+    for part, leaving, staying in run_ranks(_traffic, 4, stage, 3, **_offloaded_parameters(device, disk_path)):
         assert leaving[1:] == [2 * part] * 2
         # A gather sends two parts, as a reduce does. At stage 1 there is one of each; at stage 3 most layers are
         # gathered in forward and in backward.
@@ -227,9 +239,10 @@ def test_checkpoints_resume_in_groups_of_another_size(tmp_path: Path) -> None:
             assert got == [pytest.approx(numbers, rel=1e-5) for numbers in want], (stage, size, other_stage, other)
 
 
-def _write(size: int | str) -> list[float]:
+def _write(size: int | str, **zero: Any) -> list[float]:
     """Return what a forward gives after each of the ways in which weights are written from outside."""
-    engine, other = _start(3, size), _start(3, size, seed=5)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 5, GROUP: size, **zero}
+    engine, other = _start(3, size, zero_optimization=zero), _start(3, size, seed=5)
     model, x = engine.module, torch.ones(1, 13)
     seen = []
 
@@ -264,24 +277,31 @@ def _write(size: int | str) -> list[float]:
     return seen
 
 
-def test_weights_that_are_written_reach_all_groups() -> None:
+def test_weights_that_are_written_reach_all_groups(disk_path: Path) -> None:
     want = run_ranks(_write, 4, "all")
     assert len({round(value, 6) for value in want[0]}) == len(want[0]) - 1  # one state is seen twice
-    assert run_ranks(_write, 4, 2) == [pytest.approx(numbers, rel=1e-5, abs=1e-6) for numbers in want]
+    for device in ("none", "nvme"):
+        got = run_ranks(_write, 4, 2, **_offloaded_parameters(device, disk_path))
+        assert got == [pytest.approx(numbers, rel=1e-5, abs=1e-6) for numbers in want]
 
 
-def _states(size: int | str) -> tuple[int, int]:
-    engine = _start(3, size)
+def _states(size: int | str, **zero: Any) -> tuple[dict[str, int], int]:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 5, GROUP: size, **zero}
+    engine = _start(3, size, zero_optimization=zero)
     _step(engine, 0)
-    before = engine.memory_report()["parameters"]
-    return before, sum(flat.row_bytes for unit in engine.units for flat in unit.flats)
+    return engine.memory_report(), sum(flat.row_bytes for unit in engine.units for flat in unit.flats)
 
 
-def test_what_a_group_shares_is_in_the_memory_report() -> None:
-    for (total, rows), (without, none) in zip(run_ranks(_states, 4, 2), run_ranks(_states, 4, "all"), strict=True):
+@pytest.mark.parametrize(("device", "place"), [("none", "device"), ("cpu", "host"), ("nvme", "disk")])
+def test_what_a_group_shares_is_in_the_memory_report(device: str, place: str, disk_path: Path) -> None:
+    offload = _offloaded_parameters(device, disk_path)
+    grouped, plain = run_ranks(_states, 4, 2, **offload), run_ranks(_states, 4, "all", **offload)
+    for (report, rows), (without, none) in zip(grouped, plain, strict=True):
         assert none == 0
         assert rows > 0
-        assert total == without + rows
+        assert report["parameters"] == without["parameters"] + rows
+        assert report[place] >= without[place] + rows
+        assert all(report[other] == without[other] for other in {"device", "host", "disk"} - {place})
 
 
 def _odd_windows(stage: int, size: int | str, offload: dict[str, Any], more: dict[str, Any]) -> list[float]:
@@ -386,7 +406,6 @@ def test_groups_that_do_not_exist_are_refused_on_every_rank(size: int | str, sai
     ("zero", "said"),
     [
         ({"stage": 0, GROUP: 2}, "the stage is 0"),
-        ({"stage": 3, GROUP: 2, "offload_param": {"device": "cpu"}}, "offload_param"),
         ({"stage": 2, GROUP: 2, "reduce_scatter": False}, "reduce_scatter"),
         ({"stage": 2, GROUP: 2, "allgather_partitions": False}, "allgather_partitions"),
         ({"stage": 3, GROUP: 2, "mics_shard_size": 4}, "mics_shard_size"),

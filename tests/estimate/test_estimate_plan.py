@@ -60,6 +60,8 @@ def jobs(folder: str) -> list[tuple[str, dict[str, Any]]]:
         "bf16 on disk": {"bf16": {"enabled": True}, "zero_optimization": everything},
         "accumulation": {**micro, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}},
         "buckets": {"zero_optimization": {"stage": 3, **small}},
+        "groups": {"zero_optimization": {"stage": 3, "sharding_group": 1}},
+        "groups on disk": {"zero_optimization": everything | {"sharding_group": 1}},
         "no overlap": {"zero_optimization": {"stage": 3, "overlap_comm": False}},
         "stage 1 accumulation": {**micro, "gradient_accumulation_steps": 3, "zero_optimization": {"stage": 1}},
     }
@@ -197,6 +199,21 @@ def test_plans_need_no_memory_and_leave_no_trace(tmp_path: Path) -> None:
     assert plan.device["parameters"] == pytest.approx(2 * numel / 8, rel=0.01)
     assert "activations" not in plan.device
     assert not path.exists()
+
+
+@pytest.mark.parametrize("medium", ["none", "cpu"])
+def test_what_a_group_shares_is_planned_once(medium: str) -> None:
+    plans = {}
+    for group in ("all", 1):
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "sharding_group": group}
+        config = {"zero_optimization": zero | {"offload_param": {"device": medium}}}
+        (plans[group], *_), _ = planned(config, 2, on_host=False)
+    shared = plans[1].report["parameters"] - plans["all"].report["parameters"]
+    assert shared >= 4 * sum(param.numel() for param in llama().parameters())
+    where = {"none": "device", "cpu": "host"}[medium]
+    assert getattr(plans[1], where)["parameters"] == getattr(plans["all"], where)["parameters"] + shared
+    # Beside it, a gather from the host has a layer of it on the device.
+    assert plans[1].device_peak + plans[1].host_peak <= plans["all"].memory_peak + (1 + (medium == "cpu")) * shared
 
 
 def test_pinned_staging_memory_is_taken_at_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ What a missing wait would let through is NaN or an error here; see csrc/lag.cpp.
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from typing import Any
 
@@ -49,6 +50,13 @@ IN_GROUPS = {
         **_UNSHARD_ALL,
         "sharding_group": 2,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+    "stage 3, all on the host": {**STAGES["stage 3, all on the host"], "sharding_group": 2},
+    "stage 3, parameters on the host and on a disk": {
+        "stage": 3,
+        **_UNSHARD_ALL,
+        "sharding_group": 2,
+        "offload_param": {"device": "nvme", "nvme_path": tempfile.gettempdir(), "max_in_cpu": 1000},
     },
 }
 SCHEDULES = ["late", "early", "random:1"]

@@ -30,11 +30,13 @@ from hf_zero.runtime.unit_specs import BuildSettings, Drafted, UnitSpec, flat_pa
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.placement import FlatParamSpec
 from hf_zero.sharding.unit import ShardUnit, gather_resident
+from hf_zero.storage.memory import MemoryStore
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 _KINDS = {
     "param": "parameters",
+    "row": "parameters",
     "master": "master",
     "exp_avg": "optimizer",
     "exp_avg_sq": "optimizer",
@@ -171,6 +173,9 @@ class _Planner:
                 update = tracker.restart_peak()
                 between = tracker.live
             gather_resident([acc.flat for acc in built.grads])
+        flats = [flat for unit in built.units for flat in unit.flats]
+        # The first gathers have made the rows that groups share, which are no tensors where they are on a disk.
+        static += sum(flat.row_bytes for flat in flats if isinstance(flat.placement.param, MemoryStore))
         report = memory_report(built.units, step.reducer, built.placements, states.state_bytes) | {
             "gathered_peak": step.params.live.peak_bytes,
             "gradients_peak": built.pool.peak_live_bytes,
