@@ -240,10 +240,10 @@ class FullWeights:
         return ordered
 
     @contextlib.contextmanager
-    def shown(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def saving_from(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Let parameters be these full tensors inside the block, on this rank alone, for code that saves a model.
 
-        No communication. A forward inside, without gradients, is this rank's own; writes to what is shown are lost.
+        No communication. A forward inside, without gradients, is this rank's own; writes to its parameters are lost.
 
         Args:
             state: Full tensors by name, as `state_dict` returns them; parameters that it lacks stay sharded.
@@ -251,7 +251,7 @@ class FullWeights:
         whole = {id(own): state[name] for name, own in own_tensors(self._model) if name in state}
         with contextlib.ExitStack() as stack:
             for unit in self._units:
-                stack.enter_context(unit.shown(whole))
+                stack.enter_context(unit.saving_from(whole))
             yield
 
     def without_data(self) -> dict[str, torch.Tensor]:

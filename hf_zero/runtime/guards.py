@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.errors import StateError
 from hf_zero.sharding.model_params import clean_name, named_parameters
 from hf_zero.sharding.param_index import ParamIndex
-from hf_zero.sharding.shape_only import ShapeOnly
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 _MOST_NAMES = 5
@@ -31,9 +30,8 @@ class ModelGuards:
         if not index:
             return
         for path, module in model.named_modules():
-            mine = {name: index[p].unit for name, p in module.named_parameters(recurse=False) if p in index}
+            mine = [name for name, param in module.named_parameters(recurse=False) if param in index]
             if mine:
-                self._guard_state_dict(module, clean_name(path), mine)
                 self._guard_apply(module, path, mine)
         for module in model.modules():
             if any(param in index for param in module.parameters()):
@@ -54,22 +52,7 @@ class ModelGuards:
         module.__dict__[name] = function
         self._overridden.append((module, name))
 
-    def _guard_state_dict(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
-        """Give a state dict names, shapes and types of sharded parameters: loaders read no more.
-
-        With `keep_vars` it has the parameters themselves, which refuse by their class.
-        """
-
-        def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            for name, unit in mine.items():
-                value = state.get(prefix + name)
-                is_whole = unit.state in (UnitState.UNSHARDED, UnitState.SHOWN)
-                if not is_whole and value is not None and not isinstance(value, nn.Parameter):
-                    state[prefix + name] = ShapeOnly(value, f"{path + '.' if path else ''}{name}")
-
-        self._handles.append(module.register_state_dict_post_hook(after))
-
-    def _guard_apply(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
+    def _guard_apply(self, module: nn.Module, path: str, mine: Sequence[str]) -> None:
         """`.to`, `.half`, `.cuda` would build whole NaN tensors; where they change nothing they touch buffers only."""
         plain_apply: Callable[..., nn.Module] = type(module)._apply
 

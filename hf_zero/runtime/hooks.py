@@ -43,11 +43,10 @@ from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.nested import map_tensors, tensors_in
 from hf_zero.runtime.outside_access import OutsideReads
 from hf_zero.runtime.param_grads import ParamGrads
+from hf_zero.runtime.state_dicts import hook_state_dicts
 from hf_zero.runtime.unit_pass import Phase
 from hf_zero.runtime.unshard import OnDemandParams
-from hf_zero.sharding.param_data import with_own_storage
 from hf_zero.sharding.param_index import ParamIndex
-from hf_zero.sharding.shape_only import ShapeOnly
 from hf_zero.sharding.sharded_param import asks_nobody
 from hf_zero.sharding.unit import ShardUnit, UnitKind, UnitState
 
@@ -192,26 +191,9 @@ class ModelHooks:
 
         self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True))
 
-    def on_state_dict(self, model: nn.Module, events: PassEvents) -> None:
-        """Check before a `state_dict()`, of the model or of a part, that its values are current; give its tensors a
-        storage each, where the device can.
-        """
-
-        def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            for name in module._parameters:
-                value = state.get(prefix + name)
-                if isinstance(value, ShapeOnly | nn.Parameter) or not isinstance(value, torch.Tensor):
-                    continue
-                if value.numel() and not value.requires_grad and (own := with_own_storage(value)) is not None:
-                    state[prefix + name] = own
-
-        def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            events.check_current()
-
-        for module in model.modules():
-            if module._parameters:
-                self._handles.append(module.register_state_dict_pre_hook(before))
-                self._handles.append(module.register_state_dict_post_hook(after))
+    def on_state_dict(self, model: nn.Module, units: Iterable[ShardUnit], events: PassEvents) -> None:
+        """See hook_state_dicts."""
+        self._handles += hook_state_dicts(model, units, events.check_current)
 
     # ---------------------------------------------------------------- units that are gathered on demand
     def on_layer(self, unit: ShardUnit, params: OnDemandParams, watch: BackwardWatch, device_type: str) -> None:
@@ -290,7 +272,7 @@ class ModelHooks:
             inside = in_backward()
             with temporarily_clear_interpreter_stack():
                 params.before_use(unit, Phase.BACKWARD if inside else Phase.FORWARD)
-            if not inside and not scope and unit.state is not UnitState.SHOWN:
+            if not inside and not scope and unit.state is not UnitState.SAVING:
                 scope.append(module)
                 params.begin_forward(module)
                 reads.open()
@@ -380,7 +362,7 @@ class ModelAttachment:
 
     def _hook(self, context: ModelContext) -> None:
         watch, types = self._watch, context.types
-        self._hooks.on_state_dict(context.model, self._events)
+        self._hooks.on_state_dict(context.model, context.units, self._events)
         self.on_gradients(context.grads)
         self._hooks.on_forward(context.model, self._begin_forward)
         self._hooks.on_model(context.model, watch, types.input_dtype, types.loss_scale)

@@ -138,8 +138,8 @@ class OnDemandParams:
                 self.live.set_used(unit)
 
     def before_use(self, unit: ShardUnit, phase: Phase) -> None:
-        """Unshard `unit`. All ranks must call, in the same order; a forward of what is SHOWN is one rank's own."""
-        if not unit.on_demand or unit.state is UnitState.SHOWN:
+        """Unshard `unit`. All ranks must call, in the same order; a forward of what is SAVING is one rank's own."""
+        if not unit.on_demand or unit.state is UnitState.SAVING:
             return
         # Hooks of a backward run without gradients too.
         trains = phase is Phase.BACKWARD or torch.is_grad_enabled()
@@ -324,7 +324,7 @@ class OnDemandParams:
         self.hold_for_backward(unit)
 
     def after_use(self, unit: ShardUnit) -> None:
-        if unit.state is UnitState.SHOWN:
+        if unit.state is UnitState.SAVING:
             return
         if self.stays_for_backward(unit) or self.builds_graph or self._graph_alive or unit.state is UnitState.KEPT:
             return

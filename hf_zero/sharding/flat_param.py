@@ -416,8 +416,8 @@ class FlatParam:
                     param.data = place
                     param.__class__ = kind
 
-    def show(self, whole: Mapping[int, torch.Tensor]) -> None:
-        """Point parameters at other memory, by their ids, until `hide`. No communication.
+    def point_at(self, whole: Mapping[int, torch.Tensor]) -> None:
+        """Point parameters at other memory, by their ids, until `point_back`. No communication.
 
         A parameter stays as it is where its device exchanges no memory with that of the tensor.
         """
@@ -428,8 +428,8 @@ class FlatParam:
                     param.data = tensor
                     param.__class__ = kind
 
-    def hide(self) -> None:
-        """Undo `show`."""
+    def point_back(self) -> None:
+        """Undo `point_at`."""
         self._bind(self._bound)
 
     def watch_values(self, on_values: OnValues | None) -> None:

@@ -25,7 +25,7 @@ class UnitState(enum.Enum):
     SHARDED = "sharded"  # the shard only; parameters are placeholders
     UNSHARDING = "unsharding"  # all-gathers are under way; parameters are still placeholders
     UNSHARDED = "unsharded"  # parameters are views of full flat parameters
-    SHOWN = "shown"  # parameters are full tensors from elsewhere, while this rank saves the model alone
+    SAVING = "saving"  # parameters are full tensors from elsewhere, while this rank saves the model alone
     KEPT = "kept"  # as UNSHARDED, but nobody uses it now: it waits for a use that is near, and may be resharded before
 
 
@@ -127,16 +127,16 @@ class ShardUnit:
         self.state, self.is_exact = UnitState.SHARDED, True
 
     @contextlib.contextmanager
-    def shown(self, whole: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    def saving_from(self, whole: Mapping[int, torch.Tensor]) -> Iterator[None]:
         """Point parameters at `whole`, by their ids, inside the block. No communication; any rank may enter."""
-        before, self.state = self.state, UnitState.SHOWN
+        before, self.state = self.state, UnitState.SAVING
         try:
             for flat in self.flats:
-                flat.show(whole)
+                flat.point_at(whole)
             yield
         finally:
             for flat in self.flats:
-                flat.hide()
+                flat.point_back()
             self.state = before
 
     def forget(self) -> None:

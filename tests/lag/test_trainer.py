@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
@@ -44,8 +45,11 @@ def _train(stage: int, folder: str, place: str, resume: bool) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
     engine = engine_of(trainer.model)
     assert engine is not None and engine.device.type == place and args.optim == "adamw_torch_fused"
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "weights": digest(engine.full_state_dict(keep=True))}
+    seen: dict[str, Any] = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
+    if stage == 3:
+        trainer.model.save_pretrained(f"{folder}/weights", state_dict=None)  # as if it were not given
+        seen["saved"] = digest(safetensors.torch.load_file(f"{folder}/weights/model.safetensors"))
+    return seen | {"weights": digest(engine.full_state_dict(keep=True))}
 
 
 def on_lag(stage: int, folder: str, resume: bool) -> dict[str, Any]:

@@ -71,22 +71,22 @@ def weights_to_save(model: Any, engine: ZeroEngine, folder: str, *, writes: bool
 
 
 # The full state dict of an engine's model, or the files that hold it, while one rank saves alone.
-_brought: weakref.WeakKeyDictionary[ZeroEngine, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+_of_this_save: weakref.WeakKeyDictionary[ZeroEngine, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def brought(engine: ZeroEngine, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+def saving_alone(engine: ZeroEngine, weights: dict[str, torch.Tensor]) -> Iterator[None]:
     """Let this rank save the model alone inside, in whatever way: it finds `weights`, from `weights_to_save`.
 
     Libraries have models, and methods of Trainer, that save parameter by parameter, module by module.
     """
-    _brought[engine] = weights
-    shown = {} if isinstance(weights, WrittenFiles) else weights
+    _of_this_save[engine] = weights
+    full = {} if isinstance(weights, WrittenFiles) else weights
     try:
-        with engine.weights.shown(shown):
+        with engine.weights.saving_from(full):
             yield
     finally:
-        del _brought[engine]
+        del _of_this_save[engine]
 
 
 def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:
@@ -107,19 +107,20 @@ class _Saving:
         self._engine = engine
 
     def save_pretrained(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """All ranks must call, but where the weights have been brought: their files are written by who calls.
+        """All ranks must call, but inside `saving_alone`: there the files are written by who calls.
 
         Several files are written by all ranks where they can; else rank 0 gathers and writes. [Note: Which save]
         """
-        given = by_name(inspect.signature(original).bind(*args, **kwargs))
+        call = inspect.signature(original).bind(*args, **kwargs)
+        given = by_name(call)
         engine = self._engine
         weights = given.get("state_dict")
         if weights is None:
-            weights = _brought.get(engine)
+            weights = _of_this_save.get(engine)
         if isinstance(weights, WrittenFiles):
             return publish(original, given, weights)
         if weights is not None:
-            return original(*args, **kwargs, **_state_dict_for(original, given, weights))
+            return _save(original, call, weights)
         if "state_dict" in given and not given.get("is_main_process", True):
             return None  # the rank that writes has brought them: accelerate's get_state_dict gives None elsewhere
         engine.require_all_ranks("save_pretrained")
@@ -133,8 +134,8 @@ class _Saving:
                     return None
                 if written is not None:
                     return publish(original, given, written)
-                with brought(engine, weights):
-                    return original(*args, **kwargs, **_state_dict_for(original, given, weights))
+                with saving_alone(engine, weights):
+                    return _save(original, call, weights)
 
             folder = next(iter(given.values()), None)
             with unsharded_prompt_encoders(self._model):
@@ -151,12 +152,16 @@ class _Saving:
         with unsharded_prompt_encoders(self._model):
             if engine.rank != 0:
                 return None
-            with brought(engine, weights):
+            with saving_alone(engine, weights):
                 return original(*args, **kwargs)
 
 
-def _state_dict_for(original: Callable[..., Any], given: Mapping[str, Any], weights: Any) -> dict[str, Any]:
-    """Return what is to be added to a call of `save_pretrained`; models of some libraries take no state dict."""
-    parameters = inspect.signature(original).parameters
-    takes = "state_dict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return {"state_dict": weights} if takes and "state_dict" not in given else {}
+def _save(original: Callable[..., Any], call: inspect.BoundArguments, weights: Any) -> Any:
+    """Call a model's own `save_pretrained` with `weights`, where it takes a state dict."""
+    parameters = call.signature.parameters
+    rest = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), None)
+    if "state_dict" in parameters:
+        call.arguments["state_dict"] = weights
+    elif rest is not None:
+        call.arguments[rest] = {**call.arguments.get(rest, {}), "state_dict": weights}
+    return original(*call.args, **call.kwargs)

@@ -35,7 +35,7 @@ from hf_zero.hf.local_files import on_all_ranks, reading, writing, writing_alone
 from hf_zero.hf.models.generation import calls_in_a_row
 from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, unsharded_prompt_encoders
 from hf_zero.hf.models.restore import restore_weights
-from hf_zero.hf.models.saving import brought, weights_to_save
+from hf_zero.hf.models.saving import saving_alone, weights_to_save
 from hf_zero.hf.patching import ACTIVATION, PatchPoint, instead
 from hf_zero.hf.trainer.logged_values import LoggedValues
 from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, weights_where_asked
@@ -357,7 +357,7 @@ def _save_full(self: Any, engine: ZeroEngine, folder: str) -> None:
         def write() -> None:
             with unsharded_prompt_encoders(self.model), weights_where_asked(self):
                 if self.args.should_save:
-                    with brought(engine, weights) if writes else nullcontext():
+                    with saving_alone(engine, weights) if writes else nullcontext():
                         type(self)._save(self, folder, state_dict=weights)
             if not writes:
                 remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])
