@@ -45,7 +45,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="how long (default 20)")
     parser.add_argument("--cases", type=int, default=0, help="how many cases, however long that takes")
     parser.add_argument("--seed", type=int, help="of the cases (default: the time)")
-    parser.add_argument("--world", type=int, default=0, choices=(1, 2, 3), help="cases of this world size only")
+    parser.add_argument("--world", type=int, default=0, choices=(1, 2, 3, 4), help="cases of this world size only")
     parser.add_argument("--only", metavar="MODEL", default="", help="cases of this model only")
     parser.add_argument("--replay", metavar="SEED:NUMBER", help="run this one case")
     parser.add_argument("--shrink", action="store_true", help="with --replay: look for the plainest case that fails")

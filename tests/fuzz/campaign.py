@@ -125,9 +125,10 @@ def _simpler_phases(phase: Phase) -> Iterator[Phase]:
             yield dataclasses.replace(phase, **{name: "none"})
     if phase.offload_optimizer == "nvme":
         yield dataclasses.replace(phase, offload_optimizer="cpu")
-    if phase.world > 1:
+    in_groups = "sharding_group" in dict(phase.zero)
+    if phase.world > 1 and not in_groups:
         yield dataclasses.replace(phase, world=phase.world - 1)
     if phase.steps > 1:
         yield dataclasses.replace(phase, steps=phase.steps - 1)
-    if phase.stage > 0 and phase.offload_optimizer == phase.offload_param == "none":
+    if phase.stage > in_groups and phase.offload_optimizer == phase.offload_param == "none":
         yield dataclasses.replace(phase, stage=phase.stage - 1)

@@ -193,7 +193,17 @@ def _phase(model: Model, optimizer: str, rng: random.Random) -> Phase:
             rng, 0.25, pipeline_read=(False,), pipeline_write=(False,), buffer_count=(1, 2), fast_init=(True,)
         )
         more += _some(rng, 0.2, ratio=(0.3, 0.7)) if stage == 3 else []
-    return Phase(world, stage, medium, params, rng.choice((2, 3, 3)), tuple(_zero_keys(stage, rng)), tuple(more))
+    zero = _zero_keys(stage, rng)
+    if stage > 0 and world > 1 and rng.random() < 0.3:
+        world, zero = _in_groups(world, zero, rng)
+    return Phase(world, stage, medium, params, rng.choice((2, 3, 3)), zero, tuple(more))
+
+
+def _in_groups(world: int, zero: Pairs, rng: random.Random) -> tuple[int, Pairs]:
+    """Return the number of ranks, in groups, and the keys that groups can have."""
+    world, size = rng.choice(((world, 1), (world, 1), (4, 2)))
+    without = ("reduce_scatter", "allgather_partitions")
+    return world, (*((key, value) for key, value in zero if key not in without), ("sharding_group", size))
 
 
 def _zero_keys(stage: int, rng: random.Random) -> Pairs:

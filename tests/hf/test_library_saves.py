@@ -48,6 +48,13 @@ class Parts(nn.Module):
         return model
 
 
+class Wrapped(Parts):
+    """Hands the arguments of `save_pretrained` on to its encoder, whatever they are: FlagEmbedding's rerankers do."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        self.encoder.save_pretrained(*args, **kwargs)
+
+
 class PartsTrainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         assert output_dir is not None and isinstance(self.model, Parts)
@@ -143,6 +150,20 @@ def test_a_library_saves_and_loads_in_its_own_way(
         assert found.resumed == found.losses[-2:]
         assert found.samples == pytest.approx(wanted.samples, rel=1e-4)
         torch.testing.assert_close(found.best, wanted.best, rtol=1e-4, atol=1e-6)
+
+
+def save_wrapped(folder: str) -> None:
+    model = Wrapped(build().model)
+    want = {name: tensor.clone() for name, tensor in model.encoder.state_dict().items()}
+    hf_zero.initialize(
+        model=model, config=zero_config(3) | {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
+    )
+    model.save_pretrained(folder)
+    torch.testing.assert_close(safetensors.torch.load_file(f"{folder}/model.safetensors"), want, rtol=0, atol=0)
+
+
+def test_a_model_that_saves_a_part_of_it_saves_that_part_under_its_own_names(tmp_path: Path) -> None:
+    run_ranks(save_wrapped, 2, str(tmp_path))
 
 
 def fail_to_save(folder: str) -> None:

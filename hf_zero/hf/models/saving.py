@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hf.local_files import on_all_ranks, writing
@@ -120,7 +121,7 @@ class _Saving:
         if isinstance(weights, WrittenFiles):
             return publish(original, given, weights)
         if weights is not None:
-            return _save(original, call, weights)
+            return self._save(original, call, weights)
         if "state_dict" in given and not given.get("is_main_process", True):
             return None  # the rank that writes has brought them: accelerate's get_state_dict gives None elsewhere
         engine.require_all_ranks("save_pretrained")
@@ -135,11 +136,22 @@ class _Saving:
                 if written is not None:
                     return publish(original, given, written)
                 with saving_alone(engine, weights):
-                    return _save(original, call, weights)
+                    return self._save(original, call, weights)
 
             folder = next(iter(given.values()), None)
             with unsharded_prompt_encoders(self._model):
                 return on_all_ranks(engine.comm, writing(folder), write)
+
+    def _save(self, original: Callable[..., Any], call: inspect.BoundArguments, weights: Any) -> Any:
+        """Save with `weights` where the model takes a state dict; else its parameters have them."""
+        parameters = call.signature.parameters
+        rest = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), None)
+        if "state_dict" in parameters:
+            call.arguments["state_dict"] = weights
+        elif rest is not None and (isinstance(self._model, PreTrainedModel) or is_peft_model(self._model)):
+            # Other models may hand their arguments on to a part of them, whose weights have other names.
+            call.arguments[rest] = {**call.arguments.get(rest, {}), "state_dict": weights}
+        return original(*call.args, **call.kwargs)
 
     def push_to_hub(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks must call. The first one pushes, and returns what the model's own method does; others None.
@@ -154,14 +166,3 @@ class _Saving:
                 return None
             with saving_alone(engine, weights):
                 return original(*args, **kwargs)
-
-
-def _save(original: Callable[..., Any], call: inspect.BoundArguments, weights: Any) -> Any:
-    """Call a model's own `save_pretrained` with `weights`, where it takes a state dict."""
-    parameters = call.signature.parameters
-    rest = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), None)
-    if "state_dict" in parameters:
-        call.arguments["state_dict"] = weights
-    elif rest is not None:
-        call.arguments[rest] = {**call.arguments.get(rest, {}), "state_dict": weights}
-    return original(*call.args, **call.kwargs)
