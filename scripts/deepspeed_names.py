@@ -65,17 +65,22 @@ def verdicts(names: Mapping[str, list[str]]) -> dict[str, dict[str, str]]:
 
 
 def _verdict(path: str, name: str) -> str:
+    from hf_zero.extras.deepspeed.out_of_scope import refusal
+
     try:
-        if not _has("deepspeed", path, name):
-            return MISSING
+        value = getattr(importlib.import_module("deepspeed" if path == "deepspeed" else f"deepspeed.{path}"), name)
     except NotImplementedError as error:
         return f"{REFUSED}: {error}"
-    return RENAMED if _has("hf_zero", path, name) else FACADE
+    except (AttributeError, ModuleNotFoundError):
+        return MISSING
+    if (sentence := refusal(value)) is not None:
+        return f"{REFUSED}: {sentence}"
+    return RENAMED if _has(path, name) else FACADE
 
 
-def _has(root: str, path: str, name: str) -> bool:
+def _has(path: str, name: str) -> bool:
     try:
-        return hasattr(importlib.import_module(root if path == "deepspeed" else f"{root}.{path}"), name)
+        return hasattr(importlib.import_module("hf_zero" if path == "deepspeed" else f"hf_zero.{path}"), name)
     except ModuleNotFoundError:
         return False
 

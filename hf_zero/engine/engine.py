@@ -235,7 +235,10 @@ class ZeroEngine(DeepSpeedNames):
         return loss / self.accumulation_steps if scale_wrt_gas else loss
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Skip the gradient reduction inside the block, at stages 0 and 1. Stages 2 and 3 reduce anyway."""
+        """Skip the gradient reduction inside the block, at stages 0 and 1. Stages 2 and 3 reduce anyway.
+
+        No step updates there: one that ends the window by the count of micro-batches raises StateError.
+        """
         return self.schedule.no_sync()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:

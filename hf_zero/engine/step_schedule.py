@@ -47,7 +47,8 @@ class StepSchedule(StepEvents):
         self.optimizer: ShardedOptimizer | None = None
         self.lr_scheduler: Any = None
         self.attachment: ModelAttachment | None = None  # None while the engine is off its model
-        self._no_sync = False
+        self._no_sync = False  # inside the block of that name
+        self._reduces_late = False  # what can wait is reduced by `step`, see `update_at_every_step`
         self._trains = trains
         self._comm: Comm = built.comm
         self._captures = CaptureWatch(built.comm.device)
@@ -63,12 +64,19 @@ class StepSchedule(StepEvents):
     # ---------------------------------------------------------------- micro-batches
     def is_boundary(self) -> bool:
         """See StepEvents."""
-        return not self._no_sync and self._step_updates()
+        return not self._reduces_late and self._step_updates()
 
     def _step_updates(self) -> bool:
-        """Whether the next `step` updates: by the count, or by `forced_boundary`."""
+        """Whether the next `step` updates: by the count, or by `forced_boundary`; never inside `no_sync`."""
+        if self._no_sync:
+            return False
         if self.forced_boundary is not None:
             return self.forced_boundary
+        return self._ends_window
+
+    @property
+    def _ends_window(self) -> bool:
+        """Whether the micro-batch is the last of its window by the count."""
         return (self.micro_steps + 1) % self.accumulation_steps == 0
 
     @contextlib.contextmanager
@@ -82,7 +90,7 @@ class StepSchedule(StepEvents):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, no backward is the last before the update."""
+        """Inside, no backward is the last before the update, and no step updates."""
         before, self._no_sync = self._no_sync, True
         try:
             yield
@@ -91,7 +99,7 @@ class StepSchedule(StepEvents):
 
     def update_at_every_step(self) -> None:
         """Let the caller accumulate: every `step` updates, and gradients that can wait are reduced there."""
-        self.forced_boundary = self._no_sync = True
+        self.forced_boundary = self._reduces_late = True
 
     def restart_at(self, global_steps: int, skipped_steps: int) -> None:
         """Set the counts of updates made and skipped; the next micro-batch is the first of its window."""
@@ -179,6 +187,12 @@ class StepSchedule(StepEvents):
             return self._step(lr_kwargs)
 
     def _step(self, lr_kwargs: Mapping[str, Any]) -> bool:
+        if self._no_sync and self.forced_boundary is None and self._ends_window:
+            raise StateError(
+                f"rank {self._comm.run_rank}: engine.step() inside engine.no_sync(), at the micro-batch that ends a "
+                f"window of {self.accumulation_steps} (gradient_accumulation_steps): the update would be left out.\n"
+                "Leave no_sync before the last micro-batch of a window."
+            )
         boundary = self._step_updates()
         self.step_applied = False  # until `end_step`
         self.micro_steps += 1

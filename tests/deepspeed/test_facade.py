@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_zero.extras.launcher.node import free_port
 from tests.harness.launches import bare_environment, launch, write_script
 from tests.harness.scripts import run_script
 
@@ -290,7 +291,7 @@ def test_a_program_finds_the_facade(tmp_path: Path) -> None:
         assert not hasattr(engine.optimizer, "single_partition_of_fp32_groups")
         for name, instead in ("runtime.rollout", "TRL's trainers"), ("pt.deepspeed_utils", "deepspeed.runtime.utils"):
             try:
-                importlib.import_module(f"deepspeed.{name}")
+                importlib.import_module(f"deepspeed.{name}").anything()
             except NotImplementedError as error:
                 assert instead in str(error), error
             else:
@@ -324,6 +325,19 @@ def test_children_find_it(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), str(tmp_path / "other")])
     done = python(tmp_path, "-m", "hf_zero.run", "--as-deepspeed", "script.py", PYTHONPATH=paths)
     assert re.fullmatch(r"0\.\d+\.\d+ ran False\n", done.stdout), done.stdout
+
+
+def test_accelerate_without_deepspeed_is_as_without_the_facade(tmp_path: Path) -> None:
+    """Two ranks would be two trainings that overwrite each other's files where it took them for one process each."""
+    text = """
+        import hf_zero; hf_zero.as_deepspeed()
+        from accelerate import Accelerator
+        print(Accelerator().distributed_type)
+    """
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = python(tmp_path, write_script(tmp_path, text), **rank, **address, **ON_CPU)
+    assert done.stdout == "DistributedType.MULTI_CPU\n"
 
 
 # -------------------------------------------------------------------- the libraries' own paths

@@ -206,33 +206,56 @@ def test_the_parts_of_a_layer_in_tiles() -> None:
 
 
 def test_what_is_out_of_scope() -> None:
-    """Every feature of the table, imported as programs do; what DeepSpeed does not have either stays as in Python."""
+    """Every feature of the table may be imported, as programs do that use it with some options only, and refuses its
+    use; what DeepSpeed does not have either stays as in Python."""
     text = """
 import hf_zero; hf_zero.as_deepspeed()
-import deepspeed, importlib
+import deepspeed, importlib, inspect
 from hf_zero.extras.deepspeed import out_of_scope
+
+def refused(use, path):
+    try:
+        use()
+    except NotImplementedError as error:
+        assert path in str(error) and "use " in str(error), error
+    else:
+        raise AssertionError(path)
+
 for pattern in out_of_scope._INSTEAD:
     path = pattern.replace("*", "x")
     parent, _, name = f"deepspeed.{path}".rpartition(".")
-    by_attribute = lambda: getattr(importlib.import_module(parent), name)
-    for find in (lambda: importlib.import_module(f"deepspeed.{path}"), by_attribute):
-        try:
-            find()
-        except NotImplementedError as error:
-            assert path in str(error) and "use " in str(error)
-        else:
-            raise AssertionError(path)
+    room = importlib.import_module(parent)
+    assert out_of_scope.refusal(room) or not hasattr(room, name)
+    refused(lambda: getattr(room, name)(), path)
+    found = {}
+    exec(f"from {parent} import {name}", found)
+    refused(lambda: found[name](1, key=2), path)
+    importlib.import_module(f"deepspeed.{path}")
+
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+import deepspeed.ops.transformer.inference
+
+class Mine(MoE):
+    def __init__(self):
+        pass
+
+assert inspect.isclass(MoE) and not isinstance(3, MoE)
+for use in (Mine, lambda: MoE(4), lambda: split([]), lambda: MoE.forward, lambda: deepspeed.moe.layer.MoE(3)):
+    refused(use, "moe")
+assert not hasattr(MoE, "forward")
 # Python asks modules for names of its own, as inspect does.
-assert not any(hasattr(deepspeed.runtime.utils, name) for name in ("__file__", "__wrapped__"))
-try:
-    import deepspeed.moe.layer
-except NotImplementedError:
-    pass
+for module in (deepspeed.runtime.utils, deepspeed.moe):
+    assert not any(hasattr(module, name) for name in ("__file__", "__wrapped__"))
 try:
     import deepspeed.nothing
 except ModuleNotFoundError:
     pass
-assert not hasattr(deepspeed, "nothing")
+assert not hasattr(deepspeed, "nothing") and not hasattr(deepspeed.utils, "nothing")
+try:
+    from hf_zero.ops.op_builder import TransformerBuilder
+except NotImplementedError:
+    pass
 import deepspeed.utils.groups, deepspeed.runtime.zero.offload_config, deepspeed.utils.logging
 from deepspeed.accelerator import get_accelerator
 for name in deepspeed.__all__:

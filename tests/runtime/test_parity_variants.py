@@ -130,6 +130,43 @@ def test_the_caller_may_scale_the_loss(model: str) -> None:
         assert_same_exact(case, train_reference(case), trace, f"stage {job[0]}, no_sync {job[1]}")
 
 
+def train_as_accelerate_does(case: Case, stages: tuple[int, ...]) -> list[Trace]:
+    """Its wrapper for DeepSpeed says at every micro-batch that it is the last, and steps, inside `no_sync` too."""
+    traces = []
+    for stage in stages:
+        engine = start(case, Options(stage))
+        trace = Trace(params=[engine.full_state_dict(keep=True)])
+        for step in range(case.steps):
+            losses = []
+            for micro in range(case.accumulation):
+                with engine.no_sync() if micro < case.accumulation - 1 else contextlib.nullcontext():
+                    engine.set_gradient_accumulation_boundary(True)
+                    losses.append(micro_step(engine, case, step, micro, Options(stage)))
+            record(trace, engine, losses)
+        traces.append(trace)
+    return traces
+
+
+def test_no_step_updates_inside_no_sync() -> None:
+    case = Case("plain", 2, 3, "adamw", steps=2)
+    want = train_reference(case)
+    for stage, trace in zip(STAGES, run_ranks(train_as_accelerate_does, 2, case, STAGES)[0], strict=True):
+        assert_same_exact(case, want, trace, f"stage {stage}")
+
+
+def step_at_the_end_of_a_window(case: Case) -> None:
+    engine = start(case, Options(2))
+    with engine.no_sync():
+        for micro in range(case.accumulation):
+            micro_step(engine, case, 0, micro, Options(2))
+
+
+def test_a_window_that_ends_inside_no_sync_is_an_error() -> None:
+    for failure in run_ranks(step_at_the_end_of_a_window, 2, Case("plain", 2, 2), expect_error=True):
+        assert failure.kind == "StateError"
+        assert "Leave no_sync before the last micro-batch of a window" in failure.message
+
+
 # ---------------------------------------------------------------- the engine's own accumulation
 def watch_micro_steps(case: Case, stage: int) -> dict[str, Any]:
     options = Options(stage)

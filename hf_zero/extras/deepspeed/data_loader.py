@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.extras.deepspeed.accelerator import get_accelerator
-from hf_zero.extras.deepspeed.out_of_scope import refuse
+from hf_zero.extras.deepspeed.out_of_scope import sentence_about
 
 
 class DeepSpeedDataLoader(DataLoader[Any]):
@@ -40,7 +40,7 @@ class DeepSpeedDataLoader(DataLoader[Any]):
         deepspeed_dataloader_config: Mapping[str, Any] | None = None,
     ) -> None:
         if (deepspeed_dataloader_config or {}).get("curriculum_learning"):
-            refuse("runtime.data_pipeline")
+            raise NotImplementedError(sentence_about("runtime.data_pipeline"))
         devices = get_accelerator().device_count() if local_rank < 0 else 1
         if data_sampler is None and local_rank >= 0:
             data_sampler = DistributedSampler(dataset, data_parallel_world_size, data_parallel_rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import logging
@@ -16,7 +17,7 @@ from typing import Any
 
 from hf_zero.errors import StateError
 from hf_zero.extras.deepspeed import names
-from hf_zero.extras.deepspeed.out_of_scope import refuse
+from hf_zero.extras.deepspeed.out_of_scope import sentence_about, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +65,32 @@ class _Finder:
     """The place where Python looks for modules and packages first."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Raise for modules of DeepSpeed that are out of scope; find the others as Python does."""
-        if name.startswith(f"{_DEEPSPEED}."):
-            refuse(name.partition(".")[2])
+        """Find a stand-in for what is out of scope in DeepSpeed, and other modules as Python does.
+
+        Python asks for names that a package does not have too: `from deepspeed.utils import NAME`.
+        """
+        below = name.removeprefix(f"{_DEEPSPEED}.")
+        if below != name and (sentence := sentence_about(below)) is not None:
+            return importlib.machinery.ModuleSpec(name, _StandIns(below, sentence), is_package=True)
         return _loaded_then(name, path, _CHANGES[name]) if name in _CHANGES else None
 
     def find_distributions(self, context: Any) -> Iterator[importlib.metadata.Distribution]:
         if context.name in (None, _DEEPSPEED):
             yield _Package()
+
+
+class _StandIns(importlib.abc.Loader):
+    """Makes the stand-in for one path below deepspeed."""
+
+    def __init__(self, path: str, sentence: str) -> None:
+        self._path = path
+        self._sentence = sentence
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return stand_in(self._path, self._sentence)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has no code."""
 
 
 class _Package(importlib.metadata.Distribution):
@@ -108,15 +127,22 @@ def _count_processes_on_cpu(state: Any) -> None:
 
     if torch.accelerator.is_available():
         return
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # accelerate would take it as "without DeepSpeed"
-    prepare = state.PartialState._prepare_backend
+    prepare, init = state.PartialState._prepare_backend, state.AcceleratorState.__init__
+
+    def trains_under_deepspeed() -> bool:
+        return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
 
     def prepare_backend(self: Any, cpu: bool, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
         found = prepare(self, cpu, sagemaker_dp, backend)
-        on_cpu = found[0] is None and os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-        return prepare(self, True, sagemaker_dp, backend) if on_cpu else found
+        return prepare(self, True, sagemaker_dp, backend) if found[0] is None and trains_under_deepspeed() else found
+
+    def init_state(self: Any, *args: Any, **kwargs: Any) -> None:
+        if trains_under_deepspeed():
+            os.environ.pop("ACCELERATE_USE_CPU", None)  # accelerate would take it as "without DeepSpeed"
+        init(self, *args, **kwargs)
 
     state.PartialState._prepare_backend = prepare_backend
+    state.AcceleratorState.__init__ = init_state
 
 
 def _name_parameters(module: Any) -> None:

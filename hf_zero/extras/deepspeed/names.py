@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hf_zero.extras.deepspeed.out_of_scope import refuse
+from hf_zero.extras.deepspeed.out_of_scope import OutOfScopeError, sentence_about
 
 _OURS = "hf_zero.extras.deepspeed"
 _PIPELINE = "hf_zero.extras.pipeline"
@@ -99,6 +99,7 @@ PATHS: dict[str, dict[str, str]] = {
         f"{_OURS}.utils": "recursive_setattr",
     },
     "checkpoint.utils": {f"{_OURS}.utils": "clone_tensors_for_torch_save"},
+    "git_version_info": {f"{_OURS}.facade": "version=VERSION"},
     "launcher.runner": {"hf_zero.extras.launcher.forwarding": "DEEPSPEED_ENVIRONMENT_NAME=DEEPSPEED_FILE"},
     "ops.adagrad": {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"},
     "ops.adam": {f"{_OURS}.adam": "DeepSpeedCPUAdam FusedAdam"},
@@ -117,7 +118,9 @@ PATHS: dict[str, dict[str, str]] = {
         LION_OPTIMIZER MUON_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER""",
     },
     "runtime.dataloader": {**_LOADER, f"{_PIPELINE}.micro_batches": "RepeatingLoader"},
+    "runtime.base_optimizer": {"hf_zero.optim.sharded": "DeepSpeedOptimizer=ShardedOptimizer"},
     "runtime.engine": _ENGINE,
+    "runtime.fp16.onebit": {"hf_zero.optim": "OnebitAdam=OneBitAdam"},
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.pipe": {**_LAYERS, _TOPOLOGIES: "ProcessTopology"},
     "runtime.pipe.engine": {f"{_PIPELINE}.pipeline_engine": "PipelineEngine"},
@@ -184,8 +187,11 @@ class _Names(ModuleType):
     def __getattr__(self, name: str) -> Any:
         target = self.__dict__.get("_targets", {}).get(name)
         if target is None:
-            if not name.startswith("_"):  # Python asks every module for names of its own
-                refuse(f"{self.__name__}.{name}".partition(".")[2])
+            root, _, path = f"{self.__name__}.{name}".partition(".")
+            # Python asks every module for names of its own.
+            if not name.startswith("_") and (sentence := sentence_about(path)) is not None:
+                # Below hf_zero nothing finds a stand-in, and Python would make another sentence of an AttributeError.
+                raise (OutOfScopeError if root != "hf_zero" else NotImplementedError)(sentence)
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module, own = target
         value = getattr(importlib.import_module(module), own)

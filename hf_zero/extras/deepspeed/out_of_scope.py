@@ -1,8 +1,13 @@
-"""DeepSpeed's features that hf_zero does not have, by their import paths, and what to use in their place."""
+"""DeepSpeed's features that hf_zero does not have, by their import paths, and what to use in their place.
+
+Under the facade they may be imported, for programs import what they use with some options only. Their use is refused.
+"""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from types import ModuleType
+from typing import Any, NoReturn
 
 _KERNELS = "torch's scaled_dot_product_attention, which models of transformers call"
 _GENERATE = "init_inference without kernels, model.generate, or vLLM"
@@ -71,6 +76,7 @@ _INSTEAD = {
     "runtime.data_pipeline": "a sampler or a dataset of your own",
     "runtime.domino": "ZeRO without tensor parallelism",
     "runtime.engine.*": "DeepSpeedEngine, and the block wall_clock_breakdown of the JSON",
+    "runtime.fp16.onebit.*": "OnebitAdam, or AdamW with another gradient_accumulation_steps",
     "runtime.lr_schedules.*": "get_config_from_args, or the block scheduler of the JSON",
     "runtime.rollout": "GatheredParameters around model.generate, as TRL's trainers do",
     "runtime.sequence_parallel": "torch.distributed.tensor.experimental.context_parallel, without hf_zero",
@@ -90,9 +96,55 @@ _INSTEAD = {
 }
 
 
-def refuse(path: str) -> None:
-    """Raise NotImplementedError if `path`, as "moe.layer", is out of scope or inside of what is."""
+class OutOfScopeError(NotImplementedError, AttributeError):
+    """A name that is out of scope, asked of a module: `hasattr` answers that it is not there."""
+
+
+def sentence_about(path: str) -> str | None:
+    """Return what is to be said of `path`, as "moe.layer", if it is out of scope or inside of what is."""
     for feature, instead in _INSTEAD.items():
         if any(fnmatchcase(path.lower(), pattern.lower()) for pattern in (feature, f"{feature}.*")):
             named = path if "*" in feature else feature
-            raise NotImplementedError(f"hf_zero has no deepspeed.{named}: use {instead}.")
+            return f"hf_zero has no deepspeed.{named}: use {instead}."
+    return None
+
+
+def stand_in(path: str, sentence: str) -> Any:
+    """Return a class or a module that stands for `path`: it is there, and any use raises NotImplementedError."""
+    name = path.rpartition(".")[2]
+    if name[:1].isupper():
+        return _Class(name, (), {"_sentence": sentence})
+    return _Module(f"deepspeed.{path}", sentence)
+
+
+def refusal(value: object) -> str | None:
+    """Return what the use of a stand-in says; None for all else."""
+    return value._sentence if isinstance(value, _Class | _Module) else None
+
+
+class _Class(type):
+    """The class of classes that are out of scope: nothing is an instance of one."""
+
+    _sentence: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(cls._sentence)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise OutOfScopeError(cls._sentence)
+
+
+class _Module(ModuleType):
+    """A module that is out of scope, with all that may be in it; or a function."""
+
+    def __init__(self, name: str, sentence: str) -> None:
+        super().__init__(name)
+        self._sentence = sentence
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(self._sentence)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Python asks every module for names of its own
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return stand_in(f"{self.__name__.partition('.')[2]}.{name}", self._sentence)
