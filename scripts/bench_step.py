@@ -13,10 +13,10 @@ with the load of the machine. The run fails if the losses of the variants differ
 Variants: plain (one rank only), ddp, fsdp2 (fully_shard per decoder layer and on the root), zero0 ... zero3 (hf_zero,
 stage3_param_persistence_threshold 10 x hidden, as transformers' "auto"), zero3-p0 (threshold 0), zero3-auto (bucket
 sizes by transformers' "auto" rules too); hybrid (FSDP2 sharded within a host, replicated over hosts) and zero1-host
-... zero3-host (sharding_group "host"), zero2-8bit and zero3-8bit (8-bit messages between hosts: gradients, at stage
-3 parameters too), deepspeed2 and deepspeed3 (the extra [peers], with DS_ACCELERATOR=cpu), under torchrun; zero0-O1
-... zero2-O3 (FP8 by the levels of msamp, around it fp32, or fp16 with --dtype bf16; needs torchao:
-PYTHONPATH=.venv/torchao).
+... zero3-host (sharding_group "host"), zero3-offload and zero3-host-offload (all states in the host's memory),
+zero2-8bit and zero3-8bit (8-bit messages between hosts: gradients, at stage 3 parameters too), deepspeed2 and
+deepspeed3 (the extra [peers], with DS_ACCELERATOR=cpu), under torchrun; zero0-O1 ... zero2-O3 (FP8 by the levels of
+msamp, around it fp32, or fp16 with --dtype bf16; needs torchao: PYTHONPATH=.venv/torchao).
 """
 
 from __future__ import annotations
@@ -178,8 +178,10 @@ def zero_config(name: str, args: argparse.Namespace, hidden: int) -> dict[str, A
     zero: dict[str, Any] = {"stage": int(stage)}
     if zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = 0 if flavour == "p0" else 10 * hidden
-    if flavour == "host":
+    if flavour.startswith("host"):
         zero["sharding_group"] = "host"
+    if flavour.endswith("offload"):
+        zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     if flavour == "8bit":
         zero |= {"zero_quantized_gradients": True, "zero_quantized_weights": zero["stage"] == 3}
     if flavour == "auto":
@@ -416,7 +418,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.per_layer:
         args.world = 1
     on_hosts = ["hybrid", *(f"zero{stage}-host" for stage in (1, 2, 3)), "zero2-8bit", "zero3-8bit"]
-    on_hosts += ["deepspeed2", "deepspeed3"]
+    on_hosts += ["zero3-offload", "zero3-host-offload", "deepspeed2", "deepspeed3"]
     known = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3-p0", "zero3-auto"]
     if args.world == 1:
         known = ["plain", "hooks", "fsdp2", "zero2", "zero3"] if args.per_layer else ["plain", *known]
