@@ -187,7 +187,8 @@ class StepSchedule(StepEvents):
             return self._step(lr_kwargs)
 
     def _step(self, lr_kwargs: Mapping[str, Any]) -> bool:
-        if self._no_sync and self.forced_boundary is None and self._ends_window:
+        counted = self.forced_boundary is None or self._reduces_late
+        if self._no_sync and counted and self._ends_window:
             raise StateError(
                 f"rank {self._comm.run_rank}: engine.step() inside engine.no_sync(), at the micro-batch that ends a "
                 f"window of {self.accumulation_steps} (gradient_accumulation_steps): the update would be left out.\n"

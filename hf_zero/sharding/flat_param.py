@@ -321,9 +321,8 @@ class FlatParam:
         place = self.comm.rank % layout.world_size
         with self.comm.stop_together():  # the host's memory, or the disk, may be full on one rank
             if self._row is None:
-                with torch.inference_mode(
-                    False
-                ):  # an evaluation may be the first gather; it is filled in training too
+                # An evaluation may be the first gather, and the row is filled in training too.
+                with torch.inference_mode(False):
                     self._row = make_shard(layout, place, self.placement.param, "row", self.dtype)
             if self._row.in_memory is not None and (self.comm.computes_on_host or self.placement.param.is_on_device):
                 return self._row.in_memory

@@ -109,6 +109,16 @@ ROLLS_OUT = f"""
     data = [{{"input_ids": row, "labels": row}} for row in rows]
     RollingOut(model=AutoModelForCausalLM.from_pretrained("llama"), args=args, train_dataset=data).train()
 """
+# FlagEmbedding's way to save; its `_save` looks at no state dict.
+SAVES = TRAINER.replace(
+    "args, =",
+    """class Saving(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            state = {name: value.clone() for name, value in self.model.state_dict().items()}
+            self.model.save_pretrained(output_dir, state_dict=state)
+
+    args, =""",
+).replace("trainer = Trainer(", "trainer = Saving(")
 # ZeRO-Inference loads weights without gradients. Files of older savers hold tied weights twice, and where their values
 # differ they stay apart.
 INFERS = f"""
@@ -196,7 +206,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models, scripts that know DeepSpeed only, and a file for each stage."""
     folder = tmp_path_factory.mktemp("deepspeed")
     scripts = {"trainer": TRAINER, "generates": GENERATES, "sft": SFT, "looks": LOOKS, "loop": LOOP}
-    for name, text in {**scripts, "rolls_out": ROLLS_OUT, "prepares": PREPARES, "infers": INFERS}.items():
+    for name, text in {
+        **scripts,
+        "rolls_out": ROLLS_OUT,
+        "prepares": PREPARES,
+        "infers": INFERS,
+        "saves": SAVES,
+    }.items():
         write_script(folder, text, f"{name}.py")
     for stage in (2, 3):
         config = {
@@ -354,6 +370,15 @@ def test_trainer(folder: Path) -> None:
         assert (saved / "checkpoint-2" / "global_step2" / "zero" / "manifest.json").is_file()
     resumed = job(folder, "trainer.py", "--resume_from_checkpoint", "trainer-3/checkpoint-2", stage=3)
     assert numbers(resumed) == wanted[4:]
+
+
+@pytest.mark.slow
+def test_a_trainer_that_saves_in_its_own_way(folder: Path) -> None:
+    wanted = numbers(job(folder, "saves.py", save="steps"))
+    assert numbers(job(folder, "saves.py", stage=3, save="steps")) == wanted
+    for name in ("checkpoint-2", "."):
+        found, saved = (load_file(folder / f"saves-{stage}" / name / "model.safetensors") for stage in (3, 0))
+        torch.testing.assert_close(found, saved, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -154,15 +154,17 @@ def test_no_step_updates_inside_no_sync() -> None:
         assert_same_exact(case, want, trace, f"stage {stage}")
 
 
-def step_at_the_end_of_a_window(case: Case) -> None:
-    engine = start(case, Options(2))
+def step_at_the_end_of_a_window(case: Case, options: Options) -> None:
+    engine = start(case, options)
     with engine.no_sync():
         for micro in range(case.accumulation):
-            micro_step(engine, case, 0, micro, Options(2))
+            micro_step(engine, case, 0, micro, options)
 
 
-def test_a_window_that_ends_inside_no_sync_is_an_error() -> None:
-    for failure in run_ranks(step_at_the_end_of_a_window, 2, Case("plain", 2, 2), expect_error=True):
+@pytest.mark.parametrize(("accumulation", "config"), [(2, ()), (1, (("managed_gradient_accumulation", False),))])
+def test_a_window_that_ends_inside_no_sync_is_an_error(accumulation: int, config: tuple[tuple[str, Any], ...]) -> None:
+    job = Case("plain", 2, accumulation), Options(2, config=config)
+    for failure in run_ranks(step_at_the_end_of_a_window, 2, *job, expect_error=True):
         assert failure.kind == "StateError"
         assert "Leave no_sync before the last micro-batch of a window" in failure.message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -188,6 +189,31 @@ def _compare_tied_weights(module: Any) -> None:
     module.PreTrainedModel._finalize_model_loading = staticmethod(torch.enable_grad()(finalize))
 
 
+def _save_in_own_ways(module: Any) -> None:
+    """Let the `_save` of a library's Trainer find full weights in the model: it may look at no state dict."""
+    save_model = module.Trainer.save_model
+
+    @functools.wraps(save_model)
+    def save(self: Any, *args: Any, **kwargs: Any) -> None:
+        from hf_zero.engine.engine import engine_of
+        from hf_zero.hf.models.saving import saving_alone
+        from hf_zero.hf.patching import instead
+
+        engine, own = engine_of(self.model), self._save
+
+        def save_here(output_dir: str | None = None, state_dict: Any = None) -> None:
+            if engine is None or not engine.is_sharded:
+                own(output_dir, state_dict=state_dict)
+            elif self.args.should_save:  # transformers 5.24 calls it on all ranks, of which one has the weights
+                with saving_alone(engine, state_dict):
+                    own(output_dir, state_dict=state_dict)
+
+        with instead(self, "_save", save_here):
+            save_model(self, *args, **kwargs)
+
+    module.Trainer.save_model = save
+
+
 # Modules of others are changed once they are loaded.
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "accelerate.state": _count_processes_on_cpu,
@@ -196,4 +222,5 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
     "torch.nn.modules.module": _name_modules,
     "torch.nn.parameter": _name_parameters,
     "transformers.modeling_utils": _compare_tied_weights,
+    "transformers.trainer": _save_in_own_ways,
 }
