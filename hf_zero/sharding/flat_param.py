@@ -265,7 +265,7 @@ class FlatParam:
         return buckets
 
     def parts_on_device(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's part of every bucket of `full`, on the compute device; valid until `use_gathered`."""
+        """This rank's part of every bucket of `full`, on the compute device; valid until `end_gather`."""
         shard = self.shard.in_memory
         if shard is None or self.update is not None:
             with self._reading():

@@ -26,7 +26,7 @@ Waits = collections.Counter[str]  # "file function" -> how often
 VOTE = "step_ballot.py _on_host"
 EXPECTED = {
     VOTE: "the norm and what the ranks agree on",
-    "flat_param.py use_gathered": "parameters on disk: staging memory goes back when the device has read it",
+    "flat_param.py end_gather": "parameters on disk: staging memory goes back when the device has read it",
     "shard.py copy_from": "offload of one of states and parameters",
     "host_state.py run": "an update begins once its gradients are on the host, on a thread of its own",
     "param_writer.py open": "it writes where the device has read the last one's parameters",

@@ -147,7 +147,7 @@ def expected(run: Run) -> Waits:
         waits["sharding/shard.py:copy_from", "to host"] += FLATS
     if params == "nvme":
         # A tensor that a disk's store has lent goes back when the device has read it.
-        waits["sharding/flat_param.py:use_gathered", "event"] += GATHERS * run.accumulation
+        waits["sharding/flat_param.py:end_gather", "event"] += GATHERS * run.accumulation
     if run.logs:
         # A time is read once its end is over.
         waits["extras/monitors/clocks.py:ms", "event"] += 6

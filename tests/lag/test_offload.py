@@ -33,7 +33,7 @@ EDITED = "embed.weight"  # reduced last: its copy is under way when a script com
 OPTIONS = {"OneBitAdam": {"freeze_step": 1}}
 BUCKET = 48  # elements: a layer's gradient is several parts
 BALLOT = "step_ballot.py _on_host"
-FROM_DISK = "flat_param.py use_gathered"  # what a disk's store has lent goes back when the device has read it
+FROM_DISK = "flat_param.py end_gather"  # what a disk's store has lent goes back when the device has read it
 BESIDE = ("host_state.py:", "param_writer.py:")  # of the thread that updates, beside the one that trains
 
 
