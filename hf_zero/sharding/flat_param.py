@@ -316,18 +316,18 @@ class FlatParam:
 
     def _row_on_device(self, *, fills: bool) -> ShardTensor:
         """Return the row, or a copy of it where it is elsewhere; memory for new values where the gather `fills` it."""
-        assert self.comm.groups is not None
-        layout = dataclasses.replace(self.layout, world_size=self.comm.groups.size)
-        place = self.comm.rank % layout.world_size
         with self.comm.stop_together():  # the host's memory, or the disk, may be full on one rank
             if self._row is None:
+                assert self.comm.groups is not None
+                layout = dataclasses.replace(self.layout, world_size=self.comm.groups.size)
+                place = self.comm.rank % layout.world_size
                 # An evaluation may be the first gather, and the row is filled in training too.
                 with torch.inference_mode(False):
                     self._row = make_shard(layout, place, self.placement.param, "row", self.dtype)
             if self._row.in_memory is not None and (self.comm.computes_on_host or self.placement.param.is_on_device):
                 return self._row.in_memory
-            memory = torch.empty(layout.shard_numel, dtype=self.dtype, device=self._device)
-            self._lent_row = ShardTensor(layout, place, memory, in_full=False)
+            memory = torch.empty(self._row.layout.shard_numel, dtype=self.dtype, device=self._device)
+            self._lent_row = ShardTensor(self._row.layout, self._row.rank, memory, in_full=False)
             if not fills:
                 kept, self._borrowed = self._row.borrow()
                 if kept.memory.device == self._device:  # read from a disk on the CPU, or a plan, which has no values
