@@ -43,7 +43,19 @@ _PLUGIN_IGNORED = {
     "deepspeed_inclusion_filter": _BY_LAUNCHER,
     "deepspeed_exclusion_filter": _BY_LAUNCHER,
 }
-_STAGES = {"1": 3, "FULL_SHARD": 3, "2": 2, "SHARD_GRAD_OP": 2, "3": 0, "NO_SHARD": 0}  # of fsdp_sharding_strategy
+_HYBRID = {"sharding_group": "host", "hybrid_shard": True}
+# The keys of zero_optimization, by fsdp_sharding_strategy, its number, or fsdp_reshard_after_forward.
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    name: keys
+    for names, keys in (
+        (("FULL_SHARD", "1", "TRUE"), {"stage": 3}),
+        (("SHARD_GRAD_OP", "2", "FALSE"), {"stage": 2}),
+        (("NO_SHARD", "3"), {"stage": 0}),
+        (("HYBRID_SHARD", "4"), {"stage": 3, **_HYBRID}),
+        (("HYBRID_SHARD_ZERO2", "5"), {"stage": 2, **_HYBRID}),
+    )
+    for name in names
+}
 _SEES_LAYERS = "hf_zero shards by layers that it finds itself"
 _FSDP_IGNORED = {
     "fsdp_version": "hf_zero is neither",
@@ -238,15 +250,17 @@ def _fsdp(source: Path, given: Mapping[str, Any], lines: list[str], problems: li
     """The stage and offloading that FSDP's sharding strategy amounts to."""
     values = _automatic()
     strategy = given.get("fsdp_sharding_strategy", given.get("fsdp_reshard_after_forward", "FULL_SHARD"))
-    stage = {True: 3, False: 2}[strategy] if isinstance(strategy, bool) else _STAGES.get(str(strategy).upper())
+    sharding = _STRATEGIES.get(str(strategy).upper())
     for key, value in given.items():
         if key in _FSDP_IGNORED:
             lines.append(f"ignored: fsdp_config.{key} = {value!r}: {_FSDP_IGNORED[key]}")
         elif key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
-            if stage is None:
-                problems.append(f"fsdp_config.{key} = {value!r}: expected FULL_SHARD, SHARD_GRAD_OP or NO_SHARD")
+            if sharding is None:
+                names = ", ".join(name for name in _STRATEGIES if "_" in name)
+                problems.append(f"fsdp_config.{key} = {value!r}: expected one of {names}")
             else:
-                lines.append(f"changed: fsdp_config.{key} = {value!r}, which is zero_optimization.stage = {stage}")
+                meant = ", ".join(f"zero_optimization.{name} = {mine!r}" for name, mine in sharding.items())
+                lines.append(f"changed: fsdp_config.{key} = {value!r}, which is {meant}")
         elif key == "fsdp_offload_params":
             if value:
                 put(values, f"{_OFFLOAD}_param.device", "cpu")
@@ -259,7 +273,8 @@ def _fsdp(source: Path, given: Mapping[str, Any], lines: list[str], problems: li
             lines.append(f"changed: fsdp_config.{key} = {value!r}, which is {target}")
         else:
             problems.append(f"fsdp_config.{key} = {value!r}: hf_zero knows no such key")
-    put(values, "zero_optimization.stage", stage)
+    for name, mine in (sharding or {}).items():
+        put(values, f"zero_optimization.{name}", mine)
     return values
 
 

@@ -13,10 +13,10 @@ with the load of the machine. The run fails if the losses of the variants differ
 Variants: plain (one rank only), ddp, fsdp2 (fully_shard per decoder layer and on the root), zero0 ... zero3 (hf_zero,
 stage3_param_persistence_threshold 10 x hidden, as transformers' "auto"), zero3-p0 (threshold 0), zero3-auto (bucket
 sizes by transformers' "auto" rules too); hybrid (FSDP2 sharded within a host, replicated over hosts) and zero1-host
-... zero3-host (sharding_group "host"), zero3-offload and zero3-host-offload (all states in the host's memory),
-zero2-8bit and zero3-8bit (8-bit messages between hosts: gradients, at stage 3 parameters too), deepspeed2 and
-deepspeed3 (the extra [peers], with DS_ACCELERATOR=cpu), under torchrun; zero0-O1 ... zero2-O3 (FP8 by the levels of
-msamp, around it fp32, or fp16 with --dtype bf16; needs torchao: PYTHONPATH=.venv/torchao).
+... zero3-host (sharding_group "host"), zero3-host-hybrid (hybrid_shard too), zero3-offload and zero3-host-offload (all
+states in the host's memory), zero2-8bit and zero3-8bit (8-bit messages between hosts: gradients, at stage 3 parameters
+too), deepspeed2 and deepspeed3 (the extra [peers], with DS_ACCELERATOR=cpu), under torchrun; zero0-O1 ... zero2-O3,
+levels of FP8 as msamp names them (around it fp32, or fp16 with --dtype bf16; needs torchao: PYTHONPATH=.venv/torchao).
 """
 
 from __future__ import annotations
@@ -180,6 +180,7 @@ def zero_config(name: str, args: argparse.Namespace, hidden: int) -> dict[str, A
         zero["stage3_param_persistence_threshold"] = 0 if flavour == "p0" else 10 * hidden
     if flavour.startswith("host"):
         zero["sharding_group"] = "host"
+        zero["hybrid_shard"] = flavour.endswith("hybrid")
     if flavour.endswith("offload"):
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     if flavour == "8bit":

@@ -217,6 +217,13 @@ def _of_reduction(get: Get) -> Iterator[Conflict]:
 
 
 def _of_groups(get: Get) -> Iterator[Conflict]:
+    hybrid = f"{ZERO}.hybrid_shard"
+    if get(hybrid) is True and get(GROUP) == "all":
+        yield Conflict(hybrid, f'{GROUP} is "all", so that there is one group only', f'Set {GROUP} to "host".')
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if get(hybrid) is True and get(f"{ZERO}.{name}") is True:
+            wrong = f"{ZERO}.{name} is true, and groups that have all shards send each other no 8-bit messages"
+            yield Conflict(hybrid, wrong, "Remove one of them.")
     if get(GROUP) == "all":
         return
     if get(STAGE) == 0:

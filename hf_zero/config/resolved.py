@@ -367,6 +367,11 @@ class ZeroSection:
         "The ranks that form a group, in which parameters are sharded at stage 3 and exchanges mostly stay.",
         RankGroup("all", low=None),
     )
+    # FSDP's HYBRID_SHARD
+    hybrid_shard: bool = key(
+        "Shard masters and optimizer states within a sharding_group too, the same in each group.",
+        Flag(False, auto=True),
+    )
     zero_quantized_weights: bool = key(
         "Gather parameters for forward and backward across groups, or hosts, as 8-bit blocks.", Flag(False, auto=True)
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -151,7 +152,18 @@ class Comm:
         """The number of elements of a collective beyond which this backend gets slower; None if it does not."""
         return _GLOO_BUCKET_NUMEL if self.backend == "gloo" else None
 
-    def shard_in_groups(self, wanted: str | int) -> None:
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks that have the shards of a flat parameter between them: all, or those of a group."""
+        return self.world_size if self.groups is None or not self.groups.replicates else self.groups.size
+
+    @property
+    def holders(self) -> Sequence[int]:
+        """The ranks that have this rank's shards of a flat parameter and the others between them, in order."""
+        first = self.rank - self.rank % self.num_shards
+        return range(first, first + self.num_shards)
+
+    def shard_in_groups(self, wanted: str | int, *, replicates: bool = False) -> None:
         """Let gathers and reduce-scatters from now on take two steps: inside of groups of ranks, and across them.
 
         Over gloo they do so between hosts in any case, and here `groups` says besides that shards are kept in groups.
@@ -159,11 +171,15 @@ class Comm:
 
         Args:
             wanted: "all": one group; "host": the ranks of each host; a number: so many consecutive ranks.
+            replicates: Each group has all shards, and not all ranks together.
         Raises:
             ConfigError: On all ranks, if the ranks do not form such groups.
         """
         group = self._processes
-        if group is None or wanted == "all":
+        if group is None:
+            return
+        self.groups = None
+        if wanted == "all":
             return
         sizes = [group_size(wanted, [self._hosts[rank] for rank in ranks]) for ranks in group.groups]
         if not self.computes_on_host:
@@ -171,7 +187,8 @@ class Comm:
                 raise ConfigError(f'{KEY} = {wanted}: {self.backend} cannot do that.\nWrite "all".')
             group.split(sizes)
         if (size := sizes[group.number]) < self.world_size:
-            self.groups = self.routes = RankGroups.of(self.rank, self.world_size, size)
+            self.routes = RankGroups.of(self.rank, self.world_size, size)
+            self.groups = dataclasses.replace(self.routes, replicates=replicates)
 
     def quantize(self, kinds: Collection[Quantized]) -> bool:
         """Let messages of these kinds be 8-bit blocks from now on where they leave a group, or else a host.
@@ -193,6 +210,7 @@ class Comm:
     def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str, *, may_quantize: bool = False) -> Pending:
         """Start filling `full` (1-D) with the `part` of every rank, in rank order. `part` may lie inside `full`.
 
+        Where `full` has fewer parts than there are ranks, they are those of this rank's group.
         `may_quantize`: It is about weights, and `quantize` is obeyed.
         """
         quantized = may_quantize and "weights" in self.quantizes
@@ -201,6 +219,8 @@ class Comm:
             if full.data_ptr() != part.data_ptr():
                 full.copy_(part)
             return Done()
+        if (groups := self._replicating(full, part)) is not None:
+            return self._gather_in_steps(groups, full, part, None, what, quantized=False)
         if self.routes is not None:
             return self._gather_in_steps(self.routes, full, None, part, what, quantized=quantized)
         if self._block is not None:
@@ -267,6 +287,7 @@ class Comm:
     ) -> Pending:
         """Start summing `full` (1-D) over ranks, rank r keeping the r-th part in `out`, which may lie inside `full`.
 
+        Where `full` has fewer parts than there are ranks, the ranks at the same place in their groups keep the same.
         `wire_dtype` is the type that travels; the sum is taken in `out`'s type on gloo, in the wire type on NCCL.
         `full` must not change before `wait` returns. `may_quantize`: It is about gradients, and `quantize` is obeyed.
         """
@@ -277,8 +298,8 @@ class Comm:
             if full.data_ptr() != out.data_ptr():
                 out.copy_(full)
             return Done()
-        if self.routes is not None:
-            return self._reduce_in_steps(self.routes, out, wire, what, quantized=quantized)
+        if (groups := self._replicating(full, out) or self.routes) is not None:
+            return self._reduce_in_steps(groups, out, wire, what, quantized=quantized)
         title = f"reduce-scatter of {what}"
         with _profiled(f"hf_zero::reduce ({what})"):
             if self.backend == "gloo":
@@ -668,6 +689,15 @@ class Comm:
 
         return self._exchange(received.chunk(self.world_size), sent.chunk(self.world_size), what, finish)
 
+    def _replicating(self, full: torch.Tensor, part: torch.Tensor) -> RankGroups | None:
+        """Return the groups that have all parts of `full` each, None where its parts are those of all ranks."""
+        if full.numel() == self.world_size * part.numel():
+            return None
+        if self.groups is not None and full.numel() == self.num_shards * part.numel():
+            return self.groups
+        # Shards that another engine had in other groups.
+        return RankGroups.of(self.rank, self.world_size, full.numel() // part.numel(), replicates=True)
+
     def _gather_in_steps(
         self,
         groups: RankGroups,
@@ -681,8 +711,8 @@ class Comm:
         """`row`: memory for what the ranks at this one's place own; None: nobody needs it afterwards."""
         with _profiled(f"hf_zero::gather ({what})"):
             if self.backend == "gloo":
-                parts = full.chunk(self.world_size)
-                places = [parts[rank] for rank in groups.across] if row is None else row.chunk(groups.number)
+                parts = full.chunk(groups.size * groups.number)
+                places = [parts[shard] for shard in groups.row] if row is None else row.chunk(groups.number)
                 steps = self._message_steps(groups, quantized=quantized)
                 return self._on_host(functools.partial(steps.gather, parts, places, part), f"all-gather of {what}")
             row = full.new_empty(full.numel() // groups.size) if row is None else row
@@ -708,7 +738,8 @@ class Comm:
                 call = functools.partial(start, received, wire, sums, sent)
                 return self._begin(call, title, functools.partial(sum_messages, out, received))
             result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
-            call = functools.partial(self._device_steps(groups).reduce, result, wire, wire.new_empty(numel))
+            sums = result if groups.replicates else wire.new_empty(numel)
+            call = functools.partial(self._device_steps(groups).reduce, result, wire, sums)
             return self._begin(call, title, None if result is out else functools.partial(out.copy_, result))
 
     def _reduce_inside(self, groups: RankGroups, row: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
@@ -743,7 +774,7 @@ class Comm:
         assert self._processes is not None
         if self._beside is None:
             self._beside = torch.Stream(self.device)
-        return DeviceSteps(groups, self._beside, *self._processes.levels(), quantized)
+        return DeviceSteps(groups, self._beside, *self._processes.levels(groups.size), quantized)
 
     def _acquire(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a piece of the pool, and a tensor in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ class EngineGroup:
         self._timeout_s = timeout_s
         self.number = next(number for number, ranks in enumerate(groups) if dist.get_rank() in ranks)
         self._members = groups[self.number]
-        self._level_sizes: Sequence[int] | None = None  # see `split`
+        self._splits: list[tuple[int, ...]] = []  # see `split`
         self.world_size = len(self._members)
         self.log = OperationLog()
         self._connect()
@@ -55,9 +56,9 @@ class EngineGroup:
         is_gloo = self._backend == "gloo"
         self.control: Link | None = self.link if is_gloo else Link(self, self.groups, "gloo", self._timeout_s)
         self._more_links: list[Link] = []
-        self._levels: list[Link] = []
-        if self._level_sizes is not None:
-            self.split(self._level_sizes)
+        self._levels: list[tuple[Link, Link]] = []  # for each of `_splits`
+        for sizes in self._splits:
+            self._link_parts(sizes)
         self.name: str = self.link.group.group_name
         self.rank = dist.get_rank(self.link.group)
         self.run_rank = dist.get_rank()  # what messages name
@@ -77,19 +78,22 @@ class EngineGroup:
 
         `sizes`: By group, the number of consecutive ranks that are a part.
         """
-        if self._levels and self._level_sizes == sizes:
-            return
-        for link in self._levels:
-            link.end()
-        self._level_sizes = sizes
+        if tuple(sizes) not in self._splits:
+            self._splits.append(tuple(sizes))
+            self._link_parts(sizes)
+
+    def _link_parts(self, sizes: Sequence[int]) -> None:
         pairs = list(zip(self.groups, sizes, strict=True))
         inside = [ranks[at : at + size] for ranks, size in pairs for at in range(0, len(ranks), size)]
         across = [ranks[place::size] for ranks, size in pairs for place in range(size)]
-        self._levels = [Link(self, groups, self._backend, self._timeout_s) for groups in (inside, across)]
+        links = [Link(self, groups, self._backend, self._timeout_s) for groups in (inside, across)]
+        self._levels.append((links[0], links[1]))
 
-    def levels(self) -> tuple[Any, Any]:
-        """Return torch's groups that `split` has made: inside of this rank's part, and across the parts."""
-        inside, across = self._levels
+    def levels(self, size: int) -> tuple[Any, Any]:
+        """Return torch's groups that `split` has made for parts of `size` ranks: inside of this rank's part, and
+        across the parts."""
+        made = zip(self._splits, self._levels, strict=True)
+        inside, across = next(links for sizes, links in made if sizes[self.number] == size)
         return inside.group, across.group
 
     @property
@@ -183,7 +187,8 @@ class EngineGroup:
 
     def _take_links(self) -> list[Link]:
         self._disconnected.set()
-        links = [self.link, self.control if self.control is not self.link else None, *self._more_links, *self._levels]
+        links = [self.link, self.control if self.control is not self.link else None, *self._more_links]
+        links += itertools.chain.from_iterable(self._levels)
         self.link = self.control = None
         self._more_links, self._levels = [], []
         return [link for link in links if link is not None]

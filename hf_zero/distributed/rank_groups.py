@@ -22,16 +22,24 @@ class RankGroups:
     size: int  # ranks of a group
     inside: tuple[int, ...]  # the ranks of this rank's group, in order
     across: tuple[int, ...]  # the ranks at this rank's place in each group, in the order of groups
+    # Each group has all shards, one for each of its ranks; else there is one for each of all ranks.
+    replicates: bool = False
 
     @classmethod
-    def of(cls, rank: int, world_size: int, size: int) -> RankGroups:
+    def of(cls, rank: int, world_size: int, size: int, *, replicates: bool = False) -> RankGroups:
         first = rank - rank % size
-        return cls(size, tuple(range(first, first + size)), tuple(range(rank % size, world_size, size)))
+        inside, across = tuple(range(first, first + size)), tuple(range(rank % size, world_size, size))
+        return cls(size, inside, across, replicates)
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The shards that the ranks across have between them, by number."""
+        return self.across[:1] if self.replicates else self.across
 
     @property
     def number(self) -> int:
-        """The number of groups."""
-        return len(self.across)
+        """The number of shards in a row."""
+        return len(self.row)
 
 
 def host_name() -> str:

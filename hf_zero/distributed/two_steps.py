@@ -14,6 +14,9 @@ comes out is what one step gives, but for the order of additions: inside the gro
 order. A row that is kept after the first step makes the next gather one that stays inside the group; and sums that are
 kept after the first step need the second one only when no more will be added.
 
+Where groups replicate (`hybrid_shard`) there are g parts only, one for each rank of a group, and every group has them
+all: a gather is its second step, and after the first step of a reduce the ranks across all-reduce their sums.
+
 Where the steps are `quantized`, what crosses is 8-bit blocks, each quantized once: a part before a gather, from which
 its owner fills its row too, and a group's sums before they are added up. All else is exact.
 """
@@ -73,6 +76,9 @@ class MessageSteps:
             sums: Memory for a row, of `out`'s type. Sums travel in that of `full`.
         """
         self.reduce_inside(sums, full, received, group)
+        if self.groups.replicates:
+            self._all_reduce_across(out, sums.to(full.dtype), group)
+            return
         number = self.groups.number
         if self.quantized:
             sum_messages(out, self._cross(quantize(sums.view(number, -1)), group))
@@ -88,6 +94,16 @@ class MessageSteps:
         places = [list(one) for one in received.view(size, number, -1).unbind(1)]
         self._run(zip(places, self._by_group(full.chunk(size * number)), strict=True), self.groups.inside, group)
         _sum(received.view(size, -1), row)
+
+    def _all_reduce_across(self, out: torch.Tensor, sums: torch.Tensor, group: Any) -> None:
+        """Sum `sums` over the ranks across: each adds a part up, in `out`'s type, and sends it to the others."""
+        ranks = self.groups.across
+        mine = ranks.index(self.rank)
+        parts, totals = sums.tensor_split(len(ranks)), out.tensor_split(len(ranks))
+        places = sums.new_empty(len(ranks), parts[mine].numel())
+        self._run([(places.unbind(), parts)], ranks, group)
+        _sum(places, totals[mine])
+        self._run([(totals, [totals[mine]] * len(ranks))], ranks, group)
 
     def _cross(self, messages: torch.Tensor, group: Any) -> torch.Tensor:
         """Send the i-th message to the i-th rank across; return what comes."""
@@ -159,7 +175,10 @@ class DeviceSteps:
         """Start what MessageSteps.reduce does, in one type."""
         with self._after_compute():
             self.reduce_inside(sums, full).wait()
-            work = reduce_scatter_single(out, sums, group=self.across, async_op=True)
+            if self.groups.replicates:  # then `sums` is `out`
+                work = dist.all_reduce(out, group=self.across, async_op=True)
+            else:
+                work = reduce_scatter_single(out, sums, group=self.across, async_op=True)
         return StepsWork(work, [full, sums])
 
     def reduce_to_messages(

@@ -21,15 +21,17 @@ def assemble(place: ParamPlace, comm: Comm, read: Callable[[Slice], torch.Tensor
         read: Values of a slice that this rank owns, in its order.
     """
     slot = place.slot
-    # Every element has one owner: the sum over ranks adds zeros to it, which changes no bit. 16 bits travel as 32.
+    # One owner gives each element: the sum over ranks adds zeros, which changes no bit. 16 bits travel as 32.
+    num_shards = place.flat.layout.world_size
+    gives = num_shards == 1 or comm.rank < num_shards  # other ranks may have the same shards
     wide = torch.promote_types(dtype, torch.float32)
     full = torch.zeros(slot.numel, dtype=wide, device=comm.device)
-    if (slice_ := place.slice) is not None:
+    if gives and (slice_ := place.slice) is not None:
         at, values = 0, read(slice_).reshape(-1)
         for piece in slice_.pieces:
             full[piece.start : piece.end].copy_(values[at : at + piece.numel])
             at += piece.numel
-    if place.flat.layout.world_size > 1:
+    if num_shards > 1:
         comm.all_reduce(full, f"full {slot.name}").wait()
     return full.to(dtype).view(slot.shape)
 

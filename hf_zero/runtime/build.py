@@ -72,7 +72,7 @@ def build_units(
             convert_linears(model, settings.fp8, comm.device)
 
         comm.agree("FP8 layers", convert, ConfigError)
-    comm.shard_in_groups(settings.sharding_group)
+    comm.shard_in_groups(settings.sharding_group, replicates=settings.hybrid_shard)
     if not comm.quantize(settings.quantized) and settings.quantized and comm.run_rank == 0:
         keys = " and ".join(f"zero_optimization.zero_quantized_{kind}" for kind in settings.quantized)
         logger.warning("%s = true has no effect: no message leaves a host, nor a sharding_group", keys)

@@ -119,7 +119,7 @@ class GradAccumulator(ArrivingGrads):
         self._sums = GroupSums.of(comm, flat.layout, self.dtype) if eager and not reduction.divides else None
         # The copy to the host, where the update is
         self.on_host = not comm.computes_on_host and not flat.placement.master.is_on_device
-        if self.on_host and flat.layout.world_size != comm.world_size:
+        if self.on_host and flat.layout.world_size != comm.num_shards:
             raise AssertionError(f"{flat.layout.name} is offloaded, not sharded: its reduce has no memory of its own")
         self._host = host
         self._on_its_way: torch.Event | None = None  # the last copy to the host
@@ -280,7 +280,7 @@ class GradAccumulator(ArrivingGrads):
             if len(self._under_way) == self._max_under_way:
                 self._finish_oldest()
             earlier, brought = self._bring_back(mine, bucket.device) if brings_back else (None, None)
-            if layout.world_size == self._comm.world_size:
+            if layout.world_size == self._comm.num_shards:
                 in_place = not self._adds and not self.on_host
                 result = mine if in_place else torch.empty_like(mine, device=bucket.device)
                 pending = self._reduction.parts(self._comm, result, bucket, layout.name, wire_dtype=self._wire)

@@ -31,10 +31,8 @@ class GroupSums:
 
     @classmethod
     def of(cls, comm: Comm, layout: UnitLayout, dtype: torch.dtype) -> GroupSums | None:
-        """Return a row, or None where there are no groups, or nothing is sharded."""
-        if comm.groups is None or layout.world_size == 1:
-            return None
-        return cls(layout, comm.groups, dtype, comm.device)
+        """Return a row, or None where there are no groups."""
+        return None if comm.groups is None else cls(layout, comm.groups, dtype, comm.device)
 
     @property
     def nbytes(self) -> int:
@@ -53,13 +51,13 @@ class GroupSums:
         if self.is_filled:
             for bucket, part in zip(buckets, self.parts(), strict=True):
                 places = bucket.chunk(self._layout.world_size)
-                own = [places[rank] for rank in self._groups.across]
+                own = [places[number] for number in self._groups.row]
                 torch._foreach_add_(own, list(part.chunk(self._groups.number)))
         self.is_filled = False
 
     def drop(self, slot: Slot) -> None:
         """Let the sums of a parameter be zero."""
         for (start, numel), part in zip(self._layout.buckets(), self.parts(), strict=True):
-            for rank, piece in zip(self._groups.across, part.chunk(self._groups.number), strict=True):
-                first = start + rank * (numel // self._layout.world_size)
+            for shard, piece in zip(self._groups.row, part.chunk(self._groups.number), strict=True):
+                first = start + shard * (numel // self._layout.world_size)
                 piece[max(slot.offset - first, 0) : max(slot.end - first, 0)].zero_()

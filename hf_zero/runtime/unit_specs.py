@@ -133,6 +133,7 @@ class BuildSettings:
 
     stage: int
     sharding_group: str | int
+    hybrid_shard: bool
     quantized: tuple[Quantized, ...]
     buckets: BucketSizes
     persistence_threshold: int
@@ -152,6 +153,7 @@ class BuildSettings:
         return cls(
             stage=config.stage,
             sharding_group=zero.sharding_group,
+            hybrid_shard=zero.hybrid_shard,
             quantized=(
                 *(("weights",) if zero.zero_quantized_weights else ()),
                 *(("gradients",) if zero.zero_quantized_gradients else ()),
@@ -242,7 +244,7 @@ def _flat_specs(
         trainable = param.requires_grad and settings.train
         key = dtype_of(name, param), trainable, trainable and param in scaled_weights
         groups.setdefault(key, {})[name] = tuple(param.shape)
-    world_size = comm.world_size if plan.sharded else 1
+    world_size = comm.num_shards if plan.sharded else 1
     flat_specs = []
     for (dtype, trainable, scaled), shapes in groups.items():
         name = f"{spec.name}/{str(dtype).removeprefix('torch.')}{'' if trainable else '/frozen'}"

@@ -69,7 +69,7 @@ class FlatParam:
     shard: Shard  # the parameters' type
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
-    rank: int  # the one whose shard this process holds; 0 where every rank holds everything
+    rank: int  # the number of the shard that this process holds; 0 where every rank holds everything
     slices: dict[str, Slice]  # what this rank owns, by parameter name; without those of which it owns nothing
 
     def __init__(
@@ -89,7 +89,7 @@ class FlatParam:
         self.placement = placement
         self.update = None
         self.comm = comm
-        self.rank = comm.rank if layout.world_size > 1 else 0
+        self.rank = comm.rank % layout.world_size
         self.slices = slices_by_name(layout, self.rank)
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
@@ -281,7 +281,8 @@ class FlatParam:
     @property
     def has_row(self) -> bool:
         """Whether it is gathered within the groups of ranks."""
-        return self.on_demand and self.comm.groups is not None and self.layout.world_size > 1
+        groups, is_of_all = self.comm.groups, self.layout.world_size == self.comm.world_size
+        return self.on_demand and groups is not None and not groups.replicates and is_of_all
 
     @property
     def row_bytes(self) -> int:
@@ -304,6 +305,9 @@ class FlatParam:
         `may_quantize`: See ShardUnit.unshard. An exact gather fills the row for itself alone: what computes does not
         depend on whether somebody has read weights meanwhile.
         """
+        assert self.comm.groups is not None
+        if self._row is not None and self._row.layout.world_size != self.comm.groups.size:
+            self.drop_row()  # of other groups, before another engine took the model over
         buckets = self.buckets_of(full)
         exact_once = not may_quantize and "weights" in self.comm.quantizes
         fills = self._row_is_old or exact_once

@@ -192,7 +192,8 @@ class Placements:
 
     def _row_numel(self, layout: UnitLayout) -> int:
         """The elements that a rank keeps for its group beside its shard; see [Note: Groups] in flat_param.py."""
-        return 0 if self._comm.groups is None else layout.padded_numel // self._comm.groups.size
+        groups = self._comm.groups
+        return 0 if groups is None or groups.replicates else layout.padded_numel // groups.size
 
     # ---------------------------------------------------------------- stores
     def _make_disks(self, flat_specs: Sequence[FlatParamSpec]) -> None:

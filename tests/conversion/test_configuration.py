@@ -125,12 +125,16 @@ def test_a_configuration_file_that_accelerate_names(tmp_path: Path, capsys: pyte
         ({"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_backward_prefetch": "BACKWARD_PRE"}, 3, False),
         ({"fsdp_sharding_strategy": 2, "fsdp_offload_params": False}, 2, False),
         ({"fsdp_sharding_strategy": "NO_SHARD"}, 0, False),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, 3, False),
+        ({"fsdp_sharding_strategy": 5}, 2, False),
     ],
 )
 def test_fsdp_is_a_stage(block: dict[str, Any], stage: int, offloads: bool, tmp_path: Path) -> None:
     found = convert_config(file_of(tmp_path, "FSDP", **block))
     zero = found.values["zero_optimization"]
     assert zero["stage"] == stage
+    is_hybrid = block.get("fsdp_sharding_strategy") in ("HYBRID_SHARD", 5)
+    assert (zero.get("sharding_group"), zero.get("hybrid_shard")) == (("host", True) if is_hybrid else (None, None))
     assert ("offload_param" in zero, "offload_optimizer" in zero) == (offloads, offloads)
     assert all(any(key in line for line in found.lines) for key in block)
 
@@ -144,7 +148,7 @@ def test_offloaded_activations_of_fsdp_are_taken(value: bool, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "block", "said"),
     [
-        ("FSDP", {"fsdp_sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD': expected FULL_SHARD, SHARD_GRAD_OP"),
+        ("FSDP", {"fsdp_sharding_strategy": "HYBRID"}, "HYBRID': expected one of FULL_SHARD, SHARD_GRAD_OP"),
         ("FSDP", {"fsdp_new": 1, "mixed_precision": "fp8"}, "(?s)mixed_precision = 'fp8'.*fsdp_new = 1"),
         ("DEEPSPEED", {"deepspeed_config_file": "nowhere.json"}, "there is no such file"),
         ("DEEPSPEED", {"zero_stag": 3}, "zero_stag = 3: hf_zero knows no such key"),

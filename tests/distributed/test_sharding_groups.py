@@ -28,6 +28,7 @@ from tests.runtime.test_parity import check
 
 STAGES = (1, 2, 3)
 GROUP = "sharding_group"
+HYBRID = {"hybrid_shard": True}
 
 
 def _options(stage: int, size: int | str, **zero: Any) -> Options:
@@ -46,7 +47,9 @@ def _offloaded_parameters(device: str, folder: Path) -> dict[str, Any]:
 )
 def test_parity(world: int, sizes: tuple[int, ...], accumulation: int) -> None:
     case = Case("plain", world, accumulation, steps=3)
-    check([(case, _options(stage, size)) for size, stage in itertools.product(sizes, STAGES)])
+    runs = [(case, _options(stage, size)) for size, stage in itertools.product(sizes, STAGES)]
+    runs += [(case, _options(stage, size, **HYBRID)) for size, stage in itertools.product(sizes, STAGES)]
+    check(runs)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,7 @@ def test_parity_of_models(model: str) -> None:
     case = Case(model, 4, 1, steps=3)
     # Buckets that cut parameters, of an odd size; persistent parameters beside sharded ones.
     cut = {"reduce_bucket_size": 97, "stage3_param_persistence_threshold": 20}
-    check([(case, _options(stage, 2, **cut)) for stage in (2, 3)])
+    check([(case, _options(stage, 2, **cut, **more)) for stage in (2, 3) for more in ({}, HYBRID)])
 
 
 @pytest.mark.slow
@@ -68,14 +71,15 @@ def test_parity_of_models(model: str) -> None:
 def test_parity_of_offloaded_states(device: str, disk_path: Path) -> None:
     case = Case("plain", 4, 2, steps=3, single=True)
     block = {"device": device, "nvme_path": str(disk_path)}
-    check([(case, _options(stage, 2, offload_optimizer=block)) for stage in STAGES])
+    check([(case, _options(stage, 2, offload_optimizer=block, **more)) for stage in STAGES for more in ({}, HYBRID)])
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_parity_of_offloaded_parameters(device: str, disk_path: Path) -> None:
     case = Case("plain", 4, 2, steps=3, single=True)
     offload = _offloaded_parameters(device, disk_path)
-    check([(case, _options(3, 2, **offload)), (case, _options(3, 1, **offload, offload_optimizer={"device": "cpu"}))])
+    keys = [(2, {}), (2, HYBRID), (1, {"offload_optimizer": {"device": "cpu"}})]
+    check([(case, _options(3, size, **offload, **more)) for size, more in keys])
 
 
 @pytest.mark.slow
@@ -120,17 +124,29 @@ def _traffic(stage: int, accumulation: int, size: int | str = 2, **more: Any) ->
     return 4 * total // 4, sent[True], sent[False]
 
 
+@pytest.mark.parametrize("more", [{}, HYBRID])
 @pytest.mark.parametrize("stage", STAGES)
-def test_each_element_crosses_once_in_a_direction(stage: int) -> None:
-    for part, leaving, _ in run_ranks(_traffic, 4, stage, 1):
-        # A part of the gradients, summed over the group, and one of the updated parameters.
+def test_each_element_crosses_once_in_a_direction(stage: int, more: dict[str, Any]) -> None:
+    for part, leaving, _ in run_ranks(_traffic, 4, stage, 1, **more):
+        # A part of the gradients, summed over the group, and one of the updated parameters, or of the sums.
         assert leaving[1:] == [2 * part] * 2
         assert leaving[0] in (part, 2 * part)
 
 
-@pytest.mark.parametrize(("stage", "device"), [*((stage, "none") for stage in STAGES), (3, "cpu"), (3, "nvme")])
-def test_micro_batches_stay_within_the_group_until_the_last(stage: int, device: str, disk_path: Path) -> None:
-    for part, leaving, staying in run_ranks(_traffic, 4, stage, 3, **_offloaded_parameters(device, disk_path)):
+@pytest.mark.parametrize(
+    ("stage", "device", "more"),
+    [
+        *((stage, "none", {}) for stage in STAGES),
+        *((stage, "none", HYBRID) for stage in STAGES),
+        (3, "cpu", {}),
+        (3, "nvme", {}),
+    ],
+)
+def test_micro_batches_stay_within_the_group_until_the_last(
+    stage: int, device: str, more: dict[str, Any], disk_path: Path
+) -> None:
+    offload = _offloaded_parameters(device, disk_path)
+    for part, leaving, staying in run_ranks(_traffic, 4, stage, 3, **offload, **more):
         assert leaving[1:] == [2 * part] * 2
         # A gather sends two parts, as a reduce does. At stage 1 there is one of each; at stage 3 most layers are
         # gathered in forward and in backward.
@@ -178,13 +194,18 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def _start(stage: int, size: int | str, seed: int = 0, **config: Any) -> ZeroEngine:
+def _start(stage: int, size: int | str, seed: int = 0, *, hybrid: bool = False, **config: Any) -> ZeroEngine:
     torch.manual_seed(seed)
     model = Net()
     whole = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 5, GROUP: size},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 5,
+            GROUP: size,
+            "hybrid_shard": hybrid,
+        },
         "desync_timeout": 20,
         **config,
     }
@@ -199,8 +220,10 @@ def _step(engine: ZeroEngine, number: int, factor: float = 1.0) -> float:
     return loss.item()
 
 
-def _overflow(stage: int, size: int | str) -> list[float]:
-    engine = _start(stage, size, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
+def _overflow(stage: int, size: int | str, **more: Any) -> list[float]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 5, GROUP: size, **more}
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    engine = _start(stage, size, fp16=fp16, zero_optimization=zero)
     numbers = [_step(engine, number) for number in range(2)]
     _step(engine, 2, float("inf") if dist.get_rank() == 1 else 1.0)
     return [*numbers, *(_step(engine, number) for number in range(3, 6)), engine.skipped_steps]
@@ -210,33 +233,64 @@ def test_an_overflow_on_one_rank_is_left_out_on_all() -> None:
     for stage in (2, 3):
         want = run_ranks(_overflow, 4, stage, "all")
         assert [ranks[-1] for ranks in want] == [1] * 4
-        for numbers, wanted in zip(run_ranks(_overflow, 4, stage, 2), want, strict=True):
-            assert numbers == pytest.approx(wanted, rel=1e-2)
-            assert numbers[-1] == wanted[-1]
+        for more in ({}, HYBRID):
+            for numbers, wanted in zip(run_ranks(_overflow, 4, stage, 2, **more), want, strict=True):
+                assert numbers == pytest.approx(wanted, rel=1e-2)
+                assert numbers[-1] == wanted[-1]
 
 
-def _save(stage: int, size: int | str, folder: str) -> list[float]:
-    engine = _start(stage, size)
+def _save(stage: int, size: int | str, hybrid: bool, folder: str) -> list[float]:
+    engine = _start(stage, size, hybrid=hybrid)
     for number in range(3):
         _step(engine, number)
     engine.save_checkpoint(folder, "saved")
     return [_step(engine, number) for number in range(3, 6)]
 
 
-def _resume(stage: int, size: int | str, folder: str) -> list[float]:
-    engine = _start(stage, size, seed=1)
+def _resume(stage: int, size: int | str, hybrid: bool, folder: str) -> list[float]:
+    engine = _start(stage, size, seed=1, hybrid=hybrid)
     _step(engine, 7)  # what has been gathered is not what the files have
     engine.load_checkpoint(folder, "saved")
     return [_step(engine, number) for number in range(3, 6)]
 
 
 def test_checkpoints_resume_in_groups_of_another_size(tmp_path: Path) -> None:
-    for stage, size in ((3, 2), (2, 2), (3, "all")):
-        folder = str(tmp_path / f"{stage}-{size}")
-        want = run_ranks(_save, 4, stage, size, folder)
-        for other_stage, other in ((3, 1), (3, 2), (2, "all"), (1, 2)):
-            got = run_ranks(_resume, 4, other_stage, other, folder)
-            assert got == [pytest.approx(numbers, rel=1e-5) for numbers in want], (stage, size, other_stage, other)
+    saved = ((3, 2, False), (2, 2, False), (3, "all", False), (3, 2, True))
+    resumed = ((3, 1, False), (3, 2, False), (2, "all", False), (1, 2, False), (2, 2, True))
+    for number, how in enumerate(saved):
+        folder = str(tmp_path / str(number))
+        want = run_ranks(_save, 4, *how, folder)
+        num_files = len(list(Path(folder, "saved").rglob("rank*")))
+        assert num_files == (2 if how[-1] else 4)
+        for other in resumed:
+            got = run_ranks(_resume, 4, *other, folder)
+            assert got == [pytest.approx(numbers, rel=1e-5) for numbers in want], (how, other)
+
+
+def _taken_over(settings: list[tuple[int | str, bool]]) -> list[float]:
+    """Construct a model in shards and give it to engines with other groups, one after the other; return losses."""
+
+    def config_of(size: int | str, hybrid: bool) -> dict[str, Any]:
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 5, GROUP: size, "hybrid_shard": hybrid}
+        adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
+        return {"train_micro_batch_size_per_gpu": 2, "optimizer": adamw, "zero_optimization": zero}
+
+    torch.manual_seed(0)
+    with hf_zero.sharded_init(config_of(*settings[0])):
+        model = Net()
+    losses = []
+    for number, setting in enumerate(settings):
+        engine = hf_zero.initialize(model=model, config=config_of(*setting))[0]
+        losses += [_step(engine, 2 * number), _step(engine, 2 * number + 1)]
+    return losses
+
+
+def test_engines_with_other_groups_take_a_model_over() -> None:
+    whole, rows, hybrid = ("all", False), (2, False), (2, True)
+    settings = [hybrid, whole, hybrid, rows, (1, False), (1, True), hybrid]
+    want = run_ranks(_taken_over, 4, [whole] * len(settings))
+    got = run_ranks(_taken_over, 4, settings)
+    assert got == [pytest.approx(losses, rel=1e-5) for losses in want]
 
 
 def _write(size: int | str, **zero: Any) -> list[float]:
@@ -280,9 +334,18 @@ def _write(size: int | str, **zero: Any) -> list[float]:
 def test_weights_that_are_written_reach_all_groups(disk_path: Path) -> None:
     want = run_ranks(_write, 4, "all")
     assert len({round(value, 6) for value in want[0]}) == len(want[0]) - 1  # one state is seen twice
-    for device in ("none", "nvme"):
-        got = run_ranks(_write, 4, 2, **_offloaded_parameters(device, disk_path))
+    for device, more in (("none", {}), ("nvme", {}), ("none", HYBRID)):
+        got = run_ranks(_write, 4, 2, **_offloaded_parameters(device, disk_path), **more)
         assert got == [pytest.approx(numbers, rel=1e-5, abs=1e-6) for numbers in want]
+
+
+def test_groups_that_have_all_states_share_them_among_fewer_ranks() -> None:
+    for stage in STAGES:
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 5}
+        hybrid, plain = run_ranks(_states, 4, 2, **zero, **HYBRID), run_ranks(_states, 4, "all", **zero)
+        assert [rows for _, rows in hybrid] == [0] * 4
+        sums = [sum(report["optimizer"] for report, _ in ranks) for ranks in (hybrid, plain)]
+        assert sums[0] == pytest.approx(2 * sums[1], rel=0.02)  # there are counts of steps too
 
 
 def _states(size: int | str, **zero: Any) -> tuple[dict[str, int], int]:
@@ -307,7 +370,8 @@ def test_what_a_group_shares_is_in_the_memory_report(device: str, place: str, di
 def _odd_windows(stage: int, size: int | str, offload: dict[str, Any], more: dict[str, Any]) -> list[float]:
     """Return weights after accumulation windows that end, or lose gradients, where no backward could know it."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 5, GROUP: size, **offload}
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}} if offload else {"type": "SGD", "params": {"lr": 0.3}}
+    adamw, sgd = {"type": "AdamW", "params": {"lr": 1e-2}}, {"type": "SGD", "params": {"lr": 0.3}}
+    optimizer = adamw if "offload_optimizer" in offload else sgd
     engine = _start(stage, size, zero_optimization=zero, gradient_accumulation_steps=2, optimizer=optimizer, **more)
     model, seen, number = engine.module, [], itertools.count()
 
@@ -349,8 +413,8 @@ def _odd_windows(stage: int, size: int | str, offload: dict[str, Any], more: dic
 )
 def test_windows_that_end_unforeseen(stage: int, offload: dict[str, Any], more: dict[str, Any]) -> None:
     want = run_ranks(_odd_windows, 4, stage, "all", offload, more)
-    for size in (1, 2):
-        got = run_ranks(_odd_windows, 4, stage, size, offload, more)
+    for size, mode in ((1, {}), (2, {}), (2, HYBRID), (1, HYBRID)):
+        got = run_ranks(_odd_windows, 4, stage, size, {**offload, **mode}, more)
         assert got == [pytest.approx(numbers, rel=1e-4, abs=1e-5) for numbers in want]
 
 
@@ -409,6 +473,8 @@ def test_groups_that_do_not_exist_are_refused_on_every_rank(size: int | str, sai
         ({"stage": 2, GROUP: 2, "reduce_scatter": False}, "reduce_scatter"),
         ({"stage": 2, GROUP: 2, "allgather_partitions": False}, "allgather_partitions"),
         ({"stage": 3, GROUP: 2, "mics_shard_size": 4}, "mics_shard_size"),
+        ({"stage": 3, **HYBRID}, "one group only"),
+        ({"stage": 3, GROUP: 2, **HYBRID, "zero_quantized_gradients": True}, "no 8-bit messages"),
         ({"stage": 3, GROUP: 0}, "host"),
         ({"stage": 3, GROUP: "node"}, "host"),
     ],

@@ -61,6 +61,7 @@ def jobs(folder: str) -> list[tuple[str, dict[str, Any]]]:
         "accumulation": {**micro, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}},
         "buckets": {"zero_optimization": {"stage": 3, **small}},
         "groups": {"zero_optimization": {"stage": 3, "sharding_group": 1}},
+        "hybrid": {"zero_optimization": {"stage": 3, "sharding_group": 1, "hybrid_shard": True}},
         "groups on disk": {"zero_optimization": everything | {"sharding_group": 1}},
         "no overlap": {"zero_optimization": {"stage": 3, "overlap_comm": False}},
         "stage 1 accumulation": {**micro, "gradient_accumulation_steps": 3, "zero_optimization": {"stage": 1}},

@@ -25,7 +25,8 @@ from tests.estimate.test_estimate_plan import batch, llama
 from tests.harness.ranks import run_ranks
 
 PER_HOST, WORLD = 2, 4
-GROUPS: list[dict[str, Any]] = [{}, {"sharding_group": 2}, {"sharding_group": 1}]
+HYBRID: dict[str, Any] = {"sharding_group": 2, "hybrid_shard": True}
+GROUPS: list[dict[str, Any]] = [{}, {"sharding_group": 2}, {"sharding_group": 1}, HYBRID]
 BITS: dict[str, Any] = {"zero_quantized_gradients": True}
 JOBS: list[tuple[dict[str, Any], int]] = [
     *(({"stage": stage, **GROUPS[1]}, 1) for stage in (2, 3)),

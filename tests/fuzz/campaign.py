@@ -119,7 +119,9 @@ def _simpler_phases(phase: Phase) -> Iterator[Phase]:
     for name in ("zero", "offload"):
         pairs = getattr(phase, name)
         for index in range(len(pairs)):
-            yield dataclasses.replace(phase, **{name: pairs[:index] + pairs[index + 1 :]})
+            fewer = pairs[:index] + pairs[index + 1 :]
+            if "sharding_group" in dict(fewer) or "hybrid_shard" not in dict(fewer):
+                yield dataclasses.replace(phase, **{name: fewer})
     for name in ("offload_param", "offload_optimizer"):
         if getattr(phase, name) != "none":
             yield dataclasses.replace(phase, **{name: "none"})

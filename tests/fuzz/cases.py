@@ -203,7 +203,8 @@ def _in_groups(world: int, zero: Pairs, rng: random.Random) -> tuple[int, Pairs]
     """Return the number of ranks, in groups, and the keys that groups can have."""
     world, size = rng.choice(((world, 1), (world, 1), (4, 2)))
     without = ("reduce_scatter", "allgather_partitions")
-    return world, (*((key, value) for key, value in zero if key not in without), ("sharding_group", size))
+    hybrid = _some(rng, 0.5, hybrid_shard=(True,))
+    return world, (*((key, value) for key, value in zero if key not in without), ("sharding_group", size), *hybrid)
 
 
 def _zero_keys(stage: int, rng: random.Random) -> Pairs:

@@ -49,7 +49,9 @@ def phase(stage: int, **more: Any) -> Phase:
 
 ADAM = {"optimizer": "AdamW", "accumulation": 2, "clip": 0.05}
 DISK = {"offload_optimizer": "nvme", "offload_param": "nvme"}
-IN_GROUPS = Phase(stage=3, world=4, zero=(("stage3_param_persistence_threshold", 0), ("sharding_group", 2)))
+KEPT = ("stage3_param_persistence_threshold", 0)
+HYBRID = Phase(stage=3, world=4, zero=(KEPT, ("sharding_group", 2), ("hybrid_shard", True)))
+IN_GROUPS = Phase(stage=3, world=4, zero=(KEPT, ("sharding_group", 2)))
 MUST: dict[str, tuple[Case, str]] = {
     "everything on disk": (Case("net", **ADAM, phases=(phase(3, **DISK),)), EQUAL),
     "resumed elsewhere": (
@@ -71,6 +73,11 @@ MUST: dict[str, tuple[Case, str]] = {
     "loops, with an evaluation between": (Case("root, called", way="evaluate", phases=(phase(3),)), EQUAL),
     "in groups, on disk": (
         Case("net", **ADAM, phases=(phase(3, world=3, **DISK), dataclasses.replace(IN_GROUPS, **DISK))),
+        EQUAL,
+    ),
+    "hybrid, whole matrices": (Case("net", optimizer="Adafactor", phases=(HYBRID, phase(2))), EQUAL),
+    "hybrid, norms of parameters": (
+        Case("net", optimizer="Lamb", block=True, phases=(HYBRID, phase(1, world=3))),
         EQUAL,
     ),
     "bf16": (Case("net", dtype="bf16", **ADAM, phases=(phase(3, world=3),)), EQUAL),

@@ -565,6 +565,7 @@ FLIPS: dict[str, Flip] = {
     "dump_state": Flip(True, {}),
     f"{ZERO}.stage": Flip(2, {}),
     f"{ZERO}.sharding_group": Flip(1, {f"{ZERO}.stage": 3, f"{ZERO}.stage3_param_persistence_threshold": 0}),
+    f"{ZERO}.hybrid_shard": Flip(True, {f"{ZERO}.stage": 3, f"{ZERO}.sharding_group": 1}),
     f"{ZERO}.zero_quantized_weights": Flip(True, {**STAGE_3, f"{ZERO}.sharding_group": 1}),
     f"{ZERO}.zero_quantized_gradients": Flip(True, {f"{ZERO}.stage": 2, f"{ZERO}.sharding_group": 1}),
     f"{ZERO}.reduce_scatter": Flip(False, {f"{ZERO}.stage": 2}),

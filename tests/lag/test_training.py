@@ -38,6 +38,7 @@ STAGES = {
 IN_GROUPS = {
     "stage 2": {"stage": 2, "sharding_group": 2},
     "stage 3": {"stage": 3, **_UNSHARD_ALL, "sharding_group": 2},
+    "stage 3, hybrid": {"stage": 3, **_UNSHARD_ALL, "sharding_group": 2, "hybrid_shard": True},
     "stage 3, quantized": {
         "stage": 3,
         **_UNSHARD_ALL,

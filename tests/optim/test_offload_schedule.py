@@ -287,6 +287,7 @@ def forget(folder: str) -> tuple[bool, list[str], int]:
     deadline = time.monotonic() + 10
     while threads() > before and time.monotonic() < deadline:
         time.sleep(0.01)
+        gc.collect()  # a thread may have had it the first time
     dist.barrier()
     files = [path.name for path in Path(folder).glob("hf_zero_swap/*/*/*.swap")]
     return gone() is None, files, threads() - before

@@ -97,7 +97,7 @@ def plan_model(
         optimizer: Makes the optimizer; None takes the configuration's block, else torch's AdamW.
     """
     comm = PretendedComm(rank, config.world_size, on_host=on_host, per_host=per_host)
-    comm.shard_in_groups(config.zero.sharding_group)
+    comm.shard_in_groups(config.zero.sharding_group, replicates=config.zero.hybrid_shard)
     settings = BuildSettings.of(config)
     comm.quantize(settings.quantized)
     drafted = flat_param_specs(model, settings, comm)

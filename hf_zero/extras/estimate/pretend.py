@@ -84,11 +84,14 @@ class PretendedComm(Comm):
         numel = wire.numel() // groups.size
         self.traffic.among(groups.inside, wire.nbytes / groups.size)
         number = groups.number if quantized else 0
-        held = self._send_across(groups, out.numel(), wire.nbytes / self.world_size, number)
+        share = wire.nbytes / groups.size / len(groups.across)
+        held = self._send_across(groups, out.numel(), share, number)
+        if groups.replicates:
+            self.traffic.among(groups.across, out.nbytes / len(groups.across))
         pieces = []
         if self.backend == "gloo":
             pieces = [self._acquire(wire.numel(), wire.dtype)[0], self._acquire(numel, out.dtype)[0]]
-        else:
+        elif not groups.replicates:
             held.append(wire.new_empty(numel))
 
         def finish() -> None:

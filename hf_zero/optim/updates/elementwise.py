@@ -170,7 +170,7 @@ class LambUpdate(TorchUpdate):
         def combine(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
             full = self._zeros(total)
             index = self._index_of([places[tensor] for tensor in tensors], full.device)
-            if tensors:
+            if tensors and (not sharded or self.comm.rank < self.comm.num_shards):  # else others add the same
                 full.index_add_(0, index, squares.to(full.dtype))
             if sharded:
                 full = self._sum_over_ranks(full)

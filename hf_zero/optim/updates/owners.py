@@ -24,7 +24,7 @@ class OwnedParam:
     acc: GradAccumulator
     index: int  # of the parameter in its flat parameter
     owner: int
-    slices: tuple[Slice | None, ...]  # by rank: what it keeps of the master and the gradient
+    slices: tuple[Slice | None, ...]  # of the master and the gradient, what each of the ranks keeps
     full: torch.Tensor | None  # on the owner: what the user's optimizer holds in its param groups
 
     @property
@@ -44,25 +44,28 @@ class OwnedParam:
 
 
 class Owners:
-    """Deals full parameters out to the ranks, the same on all of them.
+    """Deals full parameters out to `ranks`, the same on all of them.
 
     Args:
+        ranks: Those that have the shards between them, in order.
         wants: Whether the parameters of a param group are needed in full.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, wants: Callable[[Mapping[str, Any]], bool]):
+    def __init__(
+        self, rank: int, ranks: Sequence[int], device: torch.device, wants: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
         self.wants = wants
         self.params: list[OwnedParam] = []
         self._rank = rank
         self._device = device
-        self._loads = [0] * world_size  # elements
+        self._loads = dict.fromkeys(ranks, 0)  # elements
 
     def adopt(self, places: Sequence[tuple[GradAccumulator, int]]) -> list[OwnedParam]:
         """Find an owner for each parameter (accumulator, index), in their order; the largest are dealt out first."""
         sizes = [acc.flat.layout.slots[index].numel for acc, index in places]
         owners = [0] * len(places)
         for place in sorted(range(len(places)), key=lambda place: -sizes[place]):
-            owners[place] = self._loads.index(min(self._loads))
+            owners[place] = min(self._loads, key=lambda rank: self._loads[rank])
             self._loads[owners[place]] += sizes[place]
         kept: dict[GradAccumulator, list[dict[str, Slice]]] = {}  # by rank, by parameter
         for acc in dict.fromkeys(acc for acc, _ in places):

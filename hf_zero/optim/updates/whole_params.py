@@ -128,7 +128,7 @@ class OwnershipUpdate(TorchUpdate):
         """The slices of what this rank owns, by the rank that keeps them."""
         owned: list[_Tensors] = [[] for _ in range(self.comm.world_size)]
         for move in batch:
-            for rank, slice_ in enumerate(move.param.slices):
+            for rank, slice_ in zip(self.comm.holders, move.param.slices, strict=True):
                 if slice_ is not None and move.full is not None:
                     owned[rank] += [move.full[piece.start : piece.end] for piece in slice_.pieces]
         return owned
@@ -159,7 +159,8 @@ class OwnershipUpdate(TorchUpdate):
             return torch.as_tensor(known[kind], device=self.comm.device)
         shape, dtype = known[kind]
         full = mine[kind].contiguous() if mine else torch.empty(shape, dtype=dtype, device=self.comm.device)
-        self.comm.broadcast(full, f"state of {name}", src=param.owner)
+        # Other groups of ranks that have all shards have the same.
+        self.comm.broadcast(full, f"state of {name}", src=param.owner % self.comm.num_shards)
         return full.clone() if mine else full
 
     def file_state(self, owned: Sequence[OwnedSlice]) -> FileState:
@@ -231,7 +232,7 @@ _SPECIAL: dict[type, type[TorchUpdate]] = {Lamb: LambUpdate, OneBitAdam: OneBitU
 def make_owners(optimizer: torch.optim.Optimizer, comm: Comm, *, sharded: bool) -> Owners | None:
     """Deals out the parameters that `optimizer` needs in full; None where it needs none, or has all of them."""
     wants = needs_unsharded(optimizer)
-    return Owners(comm.rank, comm.world_size, comm.device, wants) if sharded and wants is not None else None
+    return Owners(comm.rank, comm.holders, comm.device, wants) if sharded and wants is not None else None
 
 
 def make_update(
