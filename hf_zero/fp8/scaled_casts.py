@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -42,13 +41,6 @@ class Segments:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(self.starts, self.ends, strict=True)
-
-
-class NonFinite(NamedTuple):
-    """The number of elements of each segment that are no finite numbers, int64 [n]."""
-
-    num_nan: torch.Tensor
-    num_inf: torch.Tensor
 
 
 def largest(dtype: torch.dtype) -> float:
@@ -89,17 +81,6 @@ def amaxes(source: torch.Tensor, segments: Segments) -> torch.Tensor:
         if start < end:
             torch.aminmax(source[start:end], out=(extremes[0, i], extremes[1, i]))
     return extremes.abs().amax(0).float()
-
-
-@torch.no_grad()
-def count_nonfinite(source: torch.Tensor, segments: Segments) -> NonFinite:
-    """Count NaN and infinities of each segment. There are none where its amax is finite."""
-    _check_memory(source, SOURCES, segments)
-    counts = torch.zeros(2, len(segments), dtype=torch.int64, device=source.device)
-    for found, row in zip((source.isnan(), source.isinf()), counts, strict=True):
-        for i, (start, end) in enumerate(segments):
-            row[i] = found[start:end].sum()
-    return NonFinite(*counts)
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ from hf_zero.fp8.scaled_casts import (
     amaxes,
     cast,
     cast_and_amax,
-    count_nonfinite,
     largest,
     scales_for,
     uncast,
@@ -184,8 +183,6 @@ def test_amaxes_hide_no_overflow(source: torch.dtype) -> None:
     out = torch.empty(memory.numel(), dtype=E4M3)
     for found in (amaxes(memory, segments), cast_and_amax(memory, out, segments, torch.ones(len(rows)))):
         assert found.dtype == torch.float32 and str(found.tolist()) == "[inf, nan, nan, nan, 4.0, 0.0]"
-    num_nan, num_inf = count_nonfinite(memory, segments)
-    assert num_nan.tolist() == [0, 1, 1, 1, 0, 0] and num_inf.tolist() == [1, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
