@@ -18,6 +18,7 @@ is the same with groups and without. The row is the shards of the ranks at this 
 the rows of a group are the whole, and a gather stays within it. The row is filled by the first gather after the shards
 have changed. Whoever changes them says so, on all ranks, by `shard_changed`; that costs nothing. Between gathers the
 row is where the shard is, on the device, the host or a disk, and a gather has it on the device.
+With `hybrid_shard` there are no rows: a shard is one of as many as a group has ranks, and each group has them all.
 
 [Note: Whose memory]
 Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the storage of
