@@ -418,7 +418,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.seq = args.seq or (32 if args.per_layer else 128)
     if args.per_layer:
         args.world = 1
-    on_hosts = ["hybrid", *(f"zero{stage}-host" for stage in (1, 2, 3)), "zero2-8bit", "zero3-8bit"]
+    on_hosts = [
+        "hybrid",
+        *(f"zero{stage}-host{mode}" for stage in (1, 2, 3) for mode in ("", "-hybrid")),
+        "zero2-8bit",
+        "zero3-8bit",
+    ]
     on_hosts += ["zero3-offload", "zero3-host-offload", "deepspeed2", "deepspeed3"]
     known = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3-p0", "zero3-auto"]
     if args.world == 1:
