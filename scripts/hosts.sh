@@ -18,7 +18,8 @@ shift 3
 id=hz$$ logs=$(mktemp -d) launched=()
 
 remove() {
-    for pid in "${launched[@]:-}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
+    # unshare ignores SIGTERM, and so does the first process of a namespace.
+    for pid in "${launched[@]:-}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
     for ((host = 0; host < hosts; host++)); do ip netns del "$id-$host" 2>/dev/null || true; done
     ip netns del "$id-switch" 2>/dev/null || true
     rm -rf "$logs" /etc/netns/"$id"-*

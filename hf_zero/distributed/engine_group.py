@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.failure_monitor import FailureMonitor, watch_for
+from hf_zero.distributed.gloo_connections import limit_silence_of_store
 from hf_zero.distributed.operation_log import OperationCheck, OperationLog
 from hf_zero.distributed.process_end import tell_others_of_errors
 from hf_zero.distributed.process_group import Link
@@ -23,6 +24,7 @@ from hf_zero.errors import DivergenceError, StateError, ZeroError
 logger = logging.getLogger(__name__)
 
 _SHOWN = 5  # operations, in a message
+_GLOO_TIMEOUT = "Timed out waiting"  # of the text of gloo's error
 
 
 class EngineGroup:
@@ -63,6 +65,7 @@ class EngineGroup:
         self.rank = dist.get_rank(self.link.group)
         self.run_rank = dist.get_rank()  # what messages name
         store = dist.distributed_c10d._get_default_store
+        limit_silence_of_store(store())
         self.check = OperationCheck(self.log, store, f"hf_zero/{self.name}", self.rank, self.world_size)
         self.torch_calls = TorchCallCheck(self.log, store, f"hf_zero/{self.name}")
         self._monitor = None if is_gloo else FailureMonitor(self.control.connections, self.name)
@@ -207,8 +210,8 @@ class EngineGroup:
 
     def failure(self, what: str, error: BaseException) -> ZeroError:
         """Return the error to raise when a collective broke off: the other rank's reason where it gave one."""
-        # In this order: a rank publishes before it closes its connections.
-        ended = [self._members[rank] for rank in self.ended_ranks()]
+        # In this order: a rank publishes before it closes its connections. After a timeout gloo itself has closed all.
+        ended = [] if _GLOO_TIMEOUT in str(error) else [self._members[rank] for rank in self.ended_ranks()]
         reason = published_reason(self.name)
         if reason is not None:
             self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
@@ -217,8 +220,8 @@ class EngineGroup:
             )
         if ended:
             why = (
-                f"rank(s) {ended} have ended, or closed their connections after an error: see what they said last, "
-                "and whether they were killed, as the system does where memory is short."
+                f"rank(s) {ended} have ended, or closed their connections after an error, or their hosts are cut off: "
+                "see what they said last, and whether they were killed, as the system does where memory is short."
             )
             if not isinstance(error, LostRankError):  # which says no more than this
                 why += f" ({_gist(error)})"

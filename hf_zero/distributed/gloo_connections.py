@@ -3,6 +3,11 @@
 torch has no call for that: what destroys a group waits for operations under way until their timeout, and leaves the
 connections open as long as anything holds one of the operations: a traceback, a gather under way, a data loader worker
 that was forked. The other ranks, which learn of a failure by the end of a connection, go on waiting.
+
+[Note: Hosts that are cut off]
+A host that loses its network, or its power, ends no connection: the system gives one up after a quarter of an hour
+where something was sent, and else never. So connections between ranks, and those to the key-value store, have a limit
+of their own. The system of the other host has to answer within it, while its process may compute for longer.
 """
 
 from __future__ import annotations
@@ -15,6 +20,9 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from hf_zero.distributed.timeouts import TIMEOUTS
 
 _OPEN_FILES = Path("/proc/self/fd")  # Linux; elsewhere connections end with the process
 _GLOO_CLOSES_S = 1.0
@@ -42,6 +50,9 @@ class Connections:
         mine = set(self._sockets.values())
         self._ranks = {ends[::-1]: rank for rank, found in enumerate(everyone) for ends in found if ends not in mine}
         self._sockets = {key: ends for key, ends in self._sockets.items() if ends in self._ranks}
+        for file, inode in self._sockets:
+            with contextlib.suppress(OSError), _duplicate(file, inode) as connection:
+                _limit_silence(connection)
 
     def __len__(self) -> int:
         return len(self._sockets)
@@ -65,6 +76,27 @@ class Connections:
         while self._sockets.keys() & _open_sockets() and time.monotonic() < deadline:
             time.sleep(0.001)
         self._sockets.clear()
+
+
+def limit_silence_of_store(store: Any) -> None:
+    """Let this process's connections to torch's key-value store end where its host is cut off: [Note: Hosts that are
+    cut off]. No communication."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    for file, inode in _open_sockets() if port is not None else ():
+        with contextlib.suppress(OSError), _duplicate(file, inode) as connection:
+            if connection.getpeername()[1:2] == (port,):
+                _limit_silence(connection)
+
+
+def _limit_silence(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux, which has the others too
+        seconds = max(1, int(TIMEOUTS.unreachable))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 4))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, seconds // 4))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
 def _open_sockets() -> set[tuple[int, int]]:

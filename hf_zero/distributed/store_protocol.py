@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hf_zero.distributed.gloo_connections import limit_silence_of_store
 from hf_zero.distributed.processes import call_site
 from hf_zero.distributed.timeouts import TIMEOUTS
 from hf_zero.errors import DivergenceError, OffloadError, OutOfMemoryError, StateError, ZeroError
@@ -175,6 +176,7 @@ class MessageBox:
         try:
             if not self._is_own:
                 self._store, self._is_own = self._store.clone(), True
+                limit_silence_of_store(self._store)
             return question()
         except RuntimeError as error:  # DistNetworkError
             reason = str(error).splitlines()[0]

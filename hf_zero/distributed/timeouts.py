@@ -15,6 +15,7 @@ class Timeouts:
     look_every: float = 0.5  # between two such looks, at most
     # Others may have their last messages on their way to each other when a rank leaves: they get so long for them.
     grace: float = 5.0
+    unreachable: float = 60.0  # a connection whose other host has not answered for so long has ended
     stalled: float = 1.0  # then a rank that waits compares its operations with those of the others
     compare_every: float = 8.0  # between two such comparisons, at most
     say_every: float = 60.0  # between two lines about a wait that goes on

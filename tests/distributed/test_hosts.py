@@ -29,6 +29,22 @@ if engine.rank == 0:
     print(os.environ["GLOO_SOCKET_IFNAME"], moved.flatten().tolist())
 """
 
+UNTIL_CUT_OFF = """
+import torch, hf_zero
+from hf_zero.distributed.timeouts import TIMEOUTS
+
+TIMEOUTS.unreachable = 4
+model = torch.nn.Linear(4, 1)
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+engine = hf_zero.initialize(model=model, config=config)[0]
+for step in range(1 << 30):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    if step == 10 and engine.rank == 0:
+        print("ten steps", flush=True)
+"""
+
 
 def _why_not() -> str:
     if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
@@ -44,12 +60,17 @@ _REASON = _why_not()
 pytestmark = pytest.mark.skipif(bool(_REASON), reason=_REASON)
 
 
+def _line(*command: str, **variables: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command line that runs `command` on two hosts, and its environment."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
+    return [str(ROOT / "scripts" / "hosts.sh"), "2", "none", "0", *command], environment
+
+
 def _run(tmp_path: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "hosts").write_text("host0 slots=1\nhost1 slots=1\n")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
-    line = [str(ROOT / "scripts" / "hosts.sh"), "2", "none", "0", *command]
+    line, environment = _line(*command, **variables)
     return subprocess.run(
         line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False
     )
@@ -78,3 +99,24 @@ def test_an_interface_that_does_not_exist(tmp_path: Path) -> None:
     assert ended.returncode != 0
     for rank in range(2):
         assert f"rank {rank}: GLOO_SOCKET_IFNAME=eth9, but host{rank} has no interface 'eth9': it has lo (" in said
+
+
+@pytest.mark.slow
+def test_every_rank_ends_where_a_host_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNTIL_CUT_OFF)
+    variables = "RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500"
+    line, environment = _line("env", *variables.split(), "python", "train.py")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True) as job:
+        try:
+            assert job.stdout is not None
+            assert any("ten steps" in said for said in job.stdout)
+            switch = f"hz{job.pid}-switch"
+            subprocess.run(["ip", "-n", switch, "link", "set", "port1", "down"], check=True, timeout=30)
+            said = "".join(job.communicate(timeout=60))
+        finally:
+            job.terminate()
+    assert job.returncode != 0
+    for rank, other in ((0, 1), (1, 0)):
+        assert f"DivergenceError: rank {rank} of 2: " in said, said
+        assert f"rank(s) [{other}] have ended, or closed their connections after an error, or their hosts" in said

@@ -116,6 +116,20 @@ def interrupt() -> float:
     return took
 
 
+def come_late() -> None:
+    comm = Comm.join(timeout_s=2)
+    if comm.rank == 1:
+        time.sleep(4)
+    comm.all_gather(torch.zeros(8), torch.zeros(4), "weights").wait()
+
+
+def test_a_rank_that_is_late_has_not_ended() -> None:
+    late = run_ranks(come_late, 2, expect_error=True)[0]
+    assert late.kind == "DivergenceError"
+    assert "desync_timeout is 2 s" in late.message
+    assert "have ended" not in late.message
+
+
 def test_a_wait_can_be_interrupted() -> None:
     assert run_ranks(interrupt, 2, timeout=40)[0] < 5
 
