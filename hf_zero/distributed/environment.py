@@ -86,8 +86,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     count = number_in(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if not in_step or step >= _FIRST_SPECIAL_STEP or count <= 1:
         return {}
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST")
-    nodes = nodes or environment.get("SLURM_JOB_NODELIST", "")
+    nodes = _slurm_nodes(environment)
     needed = {"SLURM_PROCID": environment.get("SLURM_PROCID"), "SLURM_LOCALID": environment.get("SLURM_LOCALID")}
     missing = [name for name, value in needed.items() if value is None]
     if not nodes and "MASTER_ADDR" not in environment:
@@ -103,6 +102,17 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": expand_hosts(nodes)[0] if nodes else "",
         "MASTER_PORT": str(slurm_port(job, step)),
     }
+
+
+def _slurm_nodes(environment: Mapping[str, str]) -> str:
+    names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    return next(filter(None, map(environment.get, names)), "")
+
+
+def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the hosts of this step, or job, of SLURM; [] outside of one."""
+    nodes = _slurm_nodes(environment)
+    return expand_hosts(nodes) if nodes else []
 
 
 def _tasks_here(environment: Mapping[str, str], count: int) -> int:

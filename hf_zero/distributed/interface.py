@@ -12,6 +12,7 @@ import ipaddress
 import json
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -56,6 +57,14 @@ def choose_interface(store: Any, rank: int, world_size: int) -> None:
             "interface that they share."
         )
     os.environ[VARIABLE] = interface
+
+
+def choose_interface_to(hosts: Sequence[str]) -> None:
+    """Set GLOO_SOCKET_IFNAME, where nobody has, to the interface that leads to the first of `hosts` that is not this
+    one. No communication: where the ranks have no key-value store yet."""
+    sources = (_source(host) for host in hosts if host != socket.gethostname())
+    if not os.environ.get(VARIABLE) and (interface := _interface_of(next(filter(None, sources), None))):
+        os.environ[VARIABLE] = interface
 
 
 def _problem(named: str) -> str:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore
 
-from hf_zero.distributed.environment import described_processes
-from hf_zero.distributed.interface import choose_interface
+from hf_zero.distributed.environment import described_processes, slurm_hosts
+from hf_zero.distributed.interface import choose_interface, choose_interface_to
 from hf_zero.distributed.process_end import leave_cleanly_at_exit
 from hf_zero.distributed.restarts import separate_attempts
 from hf_zero.distributed.unusable_device import unusable_accelerator
@@ -100,10 +100,13 @@ def prepare_to_be_joined() -> None:
     """
     adopt_cluster_variables()
     separate_attempts()
+    if described_world_size() <= 1 or dist.is_initialized():
+        return
     # Without an agent of torchrun the store would live in rank 0, as that of the group will.
-    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if described_world_size() > 1 and has_store and not dist.is_initialized():
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         choose_interface(*next(dist.rendezvous("env://")))
+    else:
+        choose_interface_to(slurm_hosts(os.environ))
 
 
 def _init_process_group(backend: str, timeout: datetime.timedelta | None = None) -> None:

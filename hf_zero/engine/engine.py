@@ -278,7 +278,7 @@ class ZeroEngine(DeepSpeedNames):
             self.comm,
             self.params,
             clip=clip,
-            allow_untested=self.config.zero_allow_untested_optimizer,
+            allow_untested=self.config.allows_untested_optimizers,
             offload=HostAdamSettings.of(self.config, self.placements.host, clips=clip > 0),
             guard=StepGuard(self.config.precision, self.config.stage, self.loss_scale),
             after_step=self.schedule.end_step,

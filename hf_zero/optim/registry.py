@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_zero import optim
 from hf_zero.errors import ConfigError
+from hf_zero.optim.elementwise_trial import DIFFERS, why_not_elementwise
 from hf_zero.optim.optimizer_types import (
     ELEMENTWISE_INSTEAD,
     INSTEAD,
@@ -99,12 +100,15 @@ def needs_unsharded(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, 
     return spec.groups or (lambda group: True)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool | None, device: torch.device
+) -> None:
     """Raise ConfigError if `optimizer` cannot be right, or is not known to be, on shards.
 
     Args:
         sharded: False at stage 0, where every rank updates unsharded parameters and any optimizer is right.
-        allow_untested: `zero_allow_untested_optimizer`: take a class that hf_zero does not know as elementwise.
+        allow_untested: `zero_allow_untested_optimizer`: take a class that hf_zero does not know as elementwise. None:
+            if a trial on `device` shows it.
     """
     if not sharded:
         return
@@ -123,12 +127,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
                 f"Use {INSTEAD.get(name, ELEMENTWISE_INSTEAD)}, or stage 0."
             )
     if (kind.spec is None or kind.changed) and not allow_untested:
+        why_not = "" if allow_untested is False else why_not_elementwise(optimizer, device)
+        if why_not is None:
+            return
         own = f", whose {', '.join(kind.changed)} is not that of {changed[0].__name__}," if changed else ""
         raise ConfigError(
             f"optimizer {_name(optimizer)}{own} is not known to treat every element by itself, and at stages 1-3 it "
-            "would see ranges of elements instead of full parameters.\n"
-            "If it does, set zero_allow_untested_optimizer: true; else use torch.optim.AdamW or stage 0. What is done "
-            "to full gradients before a step can be done by hf_zero.update_full_grads."
+            f"would see ranges of elements instead of full parameters{why_not and ': '}{why_not}.\n"
+            f"{'Use' if why_not == DIFFERS else 'If it does, set zero_allow_untested_optimizer: true; else use'} "
+            "torch.optim.AdamW or stage 0. What is done to full gradients before a step can be done by "
+            "hf_zero.update_full_grads."
         )
 
 

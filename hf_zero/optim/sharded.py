@@ -69,14 +69,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: OnDemandParams,
         *,
         clip: float,
-        allow_untested: bool,
+        allow_untested: bool | None,
         offload: HostAdamSettings,
         guard: StepGuard,
         after_step: Callable[[], None],
     ) -> None:
         # Not calling super().__init__: the state and the groups are the inner optimizer's own.
         sharded = any(acc.flat.layout.world_size > 1 for acc in reducer.accumulators)
-        check_optimizer(optimizer, sharded=sharded, allow_untested=allow_untested)
+        check_optimizer(optimizer, sharded=sharded, allow_untested=allow_untested, device=comm.device)
         hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
         if sharded and any(hooks) and comm.rank == 0:
             logger.warning("the step hooks of the optimizer see ranges of elements (1-D) and not parameters")
@@ -140,6 +140,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_here("load_state_dict")
         self.optimizer.load_state_dict(state_dict)
         self.strategy.restart()
+
+    def train(self) -> None:
+        """Let an optimizer that has weights for training and others for evaluation (schedule-free) exchange them.
+
+        All ranks must call. Others have nothing to do.
+        """
+        self._exchange_weights("train")
+
+    def eval(self) -> None:
+        """See `train`."""
+        self._exchange_weights("eval")
+
+    def _exchange_weights(self, mode: str) -> None:
+        exchange = getattr(self.optimizer, mode, None)
+        if exchange is None:
+            return
+        before = [group.get("train_mode") for group in self.param_groups]
+        self._wait_for_masters()
+        exchange()
+        if None in before or before != [group["train_mode"] for group in self.param_groups]:
+            with torch.no_grad():
+                self._publish(native_too=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more of the model's parameters: those that are frozen now join once they require gradients.

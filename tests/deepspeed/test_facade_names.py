@@ -265,6 +265,16 @@ for name in deepspeed.__all__:
     assert len(out_of_scope._INSTEAD) > 20
 
 
+def test_pickle_finds_what_torch_says_of_itself() -> None:
+    """It looks for a name in every module, in the order of imports, as torch.compile does for a memory format."""
+    text = """
+import hf_zero, pickle, torch
+assert pickle.loads(pickle.dumps(torch.contiguous_format)) is torch.contiguous_format
+assert not hasattr(hf_zero.accelerator, "torch")
+"""
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=120)
+
+
 def test_builders(tmp_path: Path) -> None:
     """Programs ask them, load ahead of the training, and read and write files by the handle."""
     ops = importlib.import_module("hf_zero.ops.op_builder")

@@ -29,6 +29,13 @@ if engine.rank == 0:
     print(os.environ["GLOO_SOCKET_IFNAME"], moved.flatten().tolist())
 """
 
+ARGUMENTS = """
+import os
+from hf_zero import TrainingArguments
+
+args = TrainingArguments("out", zero={"zero_optimization": {"stage": 2}}, use_cpu=True)
+print(os.environ["GLOO_SOCKET_IFNAME"], args.world_size)
+"""
 UNTIL_CUT_OFF = """
 import torch, hf_zero
 from hf_zero.distributed.timeouts import TIMEOUTS
@@ -90,6 +97,14 @@ def test_hosts_find_each_other(tmp_path: Path, launch: str) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     moved = next(line for line in ended.stdout.splitlines() if line.startswith("eth0 ")).removeprefix("eth0 ")
     assert json.loads(moved) == pytest.approx([0.15] * 4)  # the mean of 1 and 2, times the rate
+
+
+def test_tasks_of_slurm_whose_group_accelerate_makes(tmp_path: Path) -> None:
+    (tmp_path / "arguments.py").write_text(ARGUMENTS)
+    step = "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_STEP_NODELIST=host[0-1]"
+    ended = _run(tmp_path, "env", *step.split(), "SLURM_PROCID={rank}", "python", "arguments.py")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "eth0 2" in ended.stdout
 
 
 def test_an_interface_that_does_not_exist(tmp_path: Path) -> None:

@@ -190,8 +190,10 @@ class _Names(ModuleType):
             root, _, path = f"{self.__name__}.{name}".partition(".")
             # Python asks every module for names of its own.
             if not name.startswith("_") and (sentence := sentence_about(path)) is not None:
-                # Below hf_zero nothing finds a stand-in, and Python would make another sentence of an AttributeError.
-                raise (OutOfScopeError if root != "hf_zero" else NotImplementedError)(sentence)
+                # Below hf_zero nothing finds a stand-in, and an import makes another sentence of an AttributeError.
+                # All else gets one: pickle looks for a name in every module that there is.
+                by_import = root == "hf_zero" and sys._getframe(1).f_code.co_name == "_handle_fromlist"
+                raise (NotImplementedError if by_import else OutOfScopeError)(sentence)
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module, own = target
         value = getattr(importlib.import_module(module), own)

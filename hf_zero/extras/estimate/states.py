@@ -54,7 +54,8 @@ class PlannedStates:
             if sharded and needs_unsharded(self._optimizer) is not None:
                 kind = type(self._optimizer).__name__
                 raise ConfigError(f"{kind} updates full matrices on their owner ranks, which is not planned yet")
-            check_optimizer(self._optimizer, sharded=sharded, allow_untested=config.zero_allow_untested_optimizer)
+            untested, cpu = config.zero_allow_untested_optimizer, torch.device("cpu")
+            check_optimizer(self._optimizer, sharded=sharded, allow_untested=untested, device=cpu)
             if native := [acc for acc in built.grads if acc.flat.placement.native]:
                 check_native(self._optimizer, scaled=native[0].flat.placement.scaled)
             self._owned = ShardedGroups(self._optimizer).take(built.grads)
