@@ -1,9 +1,9 @@
 """Tries an optimizer class that hf_zero does not know: whether ranges of elements get the updates of full parameters.
 
 Two small parameters are trained in full, and as the ranges that two ranks would have, by new optimizers of the class
-with the settings of the given one. Gradients have no component along the parameter in the first step, rows of very
-different sizes in all of them, and more elements than a block of 8-bit states has. An update that uses a row, a norm
-or a block gives other values then.
+with the settings of the given one, but for the rate, which a warm-up may have set to 0. Gradients have no component
+along the parameter in the first step, rows of very different sizes in all of them, and more elements than a block of
+8-bit states has. An update that uses a row, a norm or a block gives other values then.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 _SHAPES = ((96, 64), (70,))
 _CUTS = (2900, 33)  # elements of each parameter that the first rank has
 _STEPS = 4
+_RATE = 0.01
 DIFFERS = "a trial of it on a few elements gave ranges of them other updates than the whole"
 
 
@@ -37,7 +38,10 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) 
                 )
                 parts = [_train(optimizer, group, ranges, device, flat=True) for ranges in cut]
                 for whole, *ranges in zip(full, *parts, strict=True):
-                    if not torch.allclose(torch.cat(ranges), whole, rtol=1e-4, atol=1e-6):
+                    largest = whole.abs().max().item()
+                    if not 0 < largest < math.inf:
+                        return "a trial of it on a few elements did not move them"
+                    if not torch.allclose(torch.cat(ranges), whole, rtol=1e-4, atol=1e-5 * largest):
                         return DIFFERS
     except Exception as error:  # of the class
         return f"a trial of it on a few elements failed ({type(error).__name__}: {str(error)[:200]})"
@@ -52,7 +56,7 @@ def _train(
     *,
     flat: bool,
 ) -> list[torch.Tensor]:
-    """Return these ranges of the parameters after some steps, 1-D."""
+    """Return by how much some steps move these ranges of the parameters, 1-D."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in _SHAPES]
     params = []
@@ -60,6 +64,8 @@ def _train(
         mine = value.reshape(-1)[start:end].to(device, copy=True)
         params.append(torch.nn.Parameter(mine if flat else mine.view(shape)))
     own = {key: value for key, value in group.items() if key != "params"}
+    if own.get("lr") is not None:
+        own["lr"] = _RATE
     trial = type(optimizer)([{**own, "params": params}], **_arguments(optimizer))
     if hasattr(trial, "train"):  # it has other weights for evaluation
         trial.train()
@@ -72,7 +78,9 @@ def _train(
                 grad -= value * (grad * value).sum(-1, keepdim=True) / (value * value).sum(-1, keepdim=True)
             param.grad = grad.reshape(-1)[start:end].to(device).view(param.shape)
         trial.step()
-    return [param.detach().reshape(-1).cpu() for param in params]
+    ends = [param.detach().reshape(-1).cpu() for param in params]
+    starts = [value.reshape(-1)[start:end] for value, (start, end) in zip(values, ranges, strict=True)]
+    return [end - start for end, start in zip(ends, starts, strict=True)]
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def _in_blocks(grad: torch.Tensor) -> torch.Tensor:
 
 CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "nothing": lambda param, grad: grad,
+    "zero": lambda param, grad: 0 * grad,
     "sign": lambda param, grad: grad.sign() + param,
     "norm": lambda param, grad: grad / grad.norm(),
     "rows": lambda param, grad: grad - grad.mean(-1, keepdim=True),
@@ -103,13 +104,16 @@ def test_elementwise_optimizers_of_torch(name: str) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("rate", [0.1, 1e-7, 0.0])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_an_update_uses(change: str) -> None:
-    why = why_not_elementwise(OtherSGD(_model().parameters(), change=change), CPU)
+def test_what_an_update_uses(change: str, rate: float) -> None:
+    why = why_not_elementwise(OtherSGD(_model().parameters(), rate, change), CPU)
     if change in ("nothing", "sign"):
         assert why is None
     elif change == "matrices":
         assert why is not None and "IndexError" in why
+    elif change == "zero":
+        assert why is not None and "did not move" in why
     else:
         assert why == DIFFERS
 
