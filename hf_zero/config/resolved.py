@@ -497,7 +497,7 @@ class ResolvedConfig(Mapping[str, Any]):
 
     @property
     def allows_untested_optimizers(self) -> bool | None:
-        """Whether an optimizer is taken that hf_zero does not know; None where the file does not say: a trial does."""
+        """True if an optimizer that hf_zero does not know is taken; None, if the file is silent, asks for a trial."""
         allowed = self.zero_allow_untested_optimizer
         return None if allowed and not self.is_written("zero_allow_untested_optimizer") else allowed
 
