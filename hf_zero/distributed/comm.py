@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import pickle
+import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -106,9 +107,11 @@ class Comm:
         groups = [range(dist.get_world_size())] if groups is None else groups
         if all(len(ranks) == 1 for ranks in groups):
             return
-        self._hosts = all_ranks_give(host_name(), "making an engine", self.timeout_s)
+        given = all_ranks_give((host_name(), socket.gethostname()), "making an engine", self.timeout_s)
+        self._hosts = [host for host, _ in given]
+        names = [name for _, name in given] if len(set(self._hosts)) > 1 else []
         self.backend = backend_for(self.device)
-        self._processes = EngineGroup(groups, self.backend, self.timeout_s)
+        self._processes = EngineGroup(groups, self.backend, self.timeout_s, names)
         self.rank, self.world_size = self._processes.rank, self._processes.world_size
         assert self._processes.link is not None
         self.coalesces = self._processes.link.coalesces(self.device)

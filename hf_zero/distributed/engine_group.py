@@ -33,11 +33,15 @@ class EngineGroup:
     Args:
         groups: The world's ranks, split into those that share a model: two or more each.
         backend: Of the collectives. What the host waits for (votes, objects) goes over gloo beside it.
+        hosts: The names of the hosts of all ranks of the world, for messages; [] where there is one.
     All ranks of the world must construct it, alike.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], backend: str, timeout_s: float) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[int]], backend: str, timeout_s: float, hosts: Sequence[str] = ()
+    ) -> None:
         self.groups = groups
+        self._hosts = hosts
         self._backend = backend
         self._timeout_s = timeout_s
         self.number = next(number for number, ranks in enumerate(groups) if dist.get_rank() in ranks)
@@ -220,8 +224,9 @@ class EngineGroup:
             )
         if ended:
             why = (
-                f"rank(s) {ended} have ended, or closed their connections after an error, or their hosts are cut off: "
-                "see what they said last, and whether they were killed, as the system does where memory is short."
+                f"rank(s) {ended}{self._on_hosts(ended)} have ended, or closed their connections after an error, or "
+                "their hosts are cut off: see what they said last, and whether they were killed, as the system does "
+                "where memory is short."
             )
             if not isinstance(error, LostRankError):  # which says no more than this
                 why += f" ({_gist(error)})"
@@ -238,6 +243,10 @@ class EngineGroup:
         publish_reason(self.name, reason)
         self.disconnect()
         return reason
+
+    def _on_hosts(self, ranks: Sequence[int]) -> str:
+        names = dict.fromkeys(self._hosts[rank] for rank in ranks) if self._hosts else ()
+        return f" on {', '.join(names)}" if names else ""
 
     def lost_ranks(self, what: str, error: BaseException) -> ZeroError | None:
         """Return the `failure` to raise instead of an error of torch, where other ranks have ended; None if not."""

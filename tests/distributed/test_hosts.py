@@ -134,4 +134,4 @@ def test_every_rank_ends_where_a_host_is_cut_off(tmp_path: Path) -> None:
     assert job.returncode != 0
     for rank, other in ((0, 1), (1, 0)):
         assert f"DivergenceError: rank {rank} of 2: " in said, said
-        assert f"rank(s) [{other}] have ended, or closed their connections after an error, or their hosts" in said
+        assert f"rank(s) [{other}] on host{other} have ended, or closed their connections after an error" in said
