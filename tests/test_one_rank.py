@@ -255,6 +255,14 @@ def enter(block: Any) -> None:
 
 
 Act = Callable[[Any], object]
+
+
+def schedule_free(optimizer: ShardedOptimizer) -> ShardedOptimizer:
+    """Let the optimizer have weights for training that are none for evaluation."""
+    optimizer.optimizer.train = lambda: None  # type: ignore[attr-defined]
+    return optimizer
+
+
 CALLS: dict[str, tuple[type, Act]] = {
     # ------------------------------------------------ reads and writes
     "gathered_params": (Loop, lambda p: enter(hf_zero.gathered_params(p.model))),
@@ -323,6 +331,7 @@ CALLS: dict[str, tuple[type, Act]] = {
     "DeepSpeedNames.empty_partition_cache": (Loop, lambda p: p.engine.empty_partition_cache()),
     "ZeroEngine.offload_states": (Loop, lambda p: p.engine.offload_states()),
     "DeepSpeedNames.destroy": (Loop, lambda p: p.engine.destroy()),
+    "ShardedOptimizer.train": (Loop, lambda p: schedule_free(p.optimizer).train()),
     "ShardedOptimizer.step": (Loop, lambda p: p.optimizer.step()),
     "ShardedOptimizer.clip_grad_norm": (Loop, lambda p: p.optimizer.clip_grad_norm(0.1)),
     "ShardedOptimizer.add_param_group": (

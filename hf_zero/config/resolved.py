@@ -495,12 +495,6 @@ class ResolvedConfig(Mapping[str, Any]):
         """Whether full weights are written beside an engine's own files: always, unless the file turns them off."""
         return not self.shards_parameters or self.zero.stage3_gather_16bit_weights_on_model_save is not False
 
-    @property
-    def allows_untested_optimizers(self) -> bool | None:
-        """True if an optimizer that hf_zero does not know is taken; None, if the file is silent, asks for a trial."""
-        allowed = self.zero_allow_untested_optimizer
-        return None if allowed and not self.is_written("zero_allow_untested_optimizer") else allowed
-
     def is_written(self, path: str) -> bool:
         """Whether the value of a key is the file's own, and neither "auto" nor a default."""
         return self.origins.get(path) == FILE

@@ -271,6 +271,8 @@ class ZeroEngine(DeepSpeedNames):
             self.reload_states()
             self.optimizer.close()
         clip = 0.0 if self.managed else self.config.gradient_clipping
+        untested = "zero_allow_untested_optimizer"
+        is_tried = self.config.is_changed(untested) and not self.config.is_written(untested)
         self.optimizer = ShardedOptimizer(
             optimizer,
             self.schedule.param_grads,
@@ -278,7 +280,7 @@ class ZeroEngine(DeepSpeedNames):
             self.comm,
             self.params,
             clip=clip,
-            allow_untested=self.config.allows_untested_optimizers,
+            allow_untested=None if is_tried else self.config.zero_allow_untested_optimizer,
             offload=HostAdamSettings.of(self.config, self.placements.host, clips=clip > 0),
             guard=StepGuard(self.config.precision, self.config.stage, self.loss_scale),
             after_step=self.schedule.end_step,

@@ -156,6 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         exchange = getattr(self.optimizer, mode, None)
         if exchange is None:
             return
+        self._comm.note_call(f"optimizer.{mode}")
         before = [group.get("train_mode") for group in self.param_groups]
         self._wait_for_masters()
         exchange()
