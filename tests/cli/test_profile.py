@@ -164,11 +164,14 @@ def test_a_timeline_has_what_the_step_moved(profiled: Profiled) -> None:
         of_a_layer = states // LAYERS
         moved = {lane: sum(span["nbytes"] for span in found) for lane, found in spans.items()}
         assert states <= moved["disk write"] <= 2 * states and 0 < moved["disk read"] <= 2 * states, moved
-        # Whole layers, but for the one whose transfers were under way when the recording began.
+        # Each transfer is a whole state of a layer. Writes are those of whole layers, but for the layer whose transfers
+        # were under way when the recording began. A read of any state may be missing, because a state that is still
+        # being written is taken from memory.
         for lane, found in spans.items():
-            layer_of = [span["name"].partition("/")[0] for span in found]
-            whole = [span["nbytes"] for span, layer in zip(found, layer_of, strict=True) if layer != layer_of[0]]
-            assert whole and sum(whole) % of_a_layer == 0, (lane, found)
+            assert {span["nbytes"] for span in found} == {of_a_layer // 3}, (lane, found)
+        written = [span["name"].partition("/")[0] for span in spans["disk write"]]
+        whole = [layer for layer in written if layer != written[0]]
+        assert whole and all(whole.count(layer) % 3 == 0 for layer in whole), written
         phases = [span["name"] for span in one["spans"] if span["lane"] in ("forward", "backward", "step")]
         assert phases == ["forward", "backward", "last reduces", "step"]
         for span in one["spans"]:
