@@ -164,6 +164,13 @@ class FullWeights:
         flats = {flat for unit in units for flat in unit.flats}
         return [watch for watch in self._blocks if not flats.isdisjoint(watch.flats)]
 
+    def are_shown(self, part: nn.Module) -> bool:
+        """Whether a block that has been entered shows all parameters of `part` that are sharded else."""
+        params = {id(tensor) for _, tensor in own_tensors(part)}
+        flats = {flat for unit in self._units if unit.on_demand for flat in unit.flats}
+        wanted = {flat for flat in flats if not params.isdisjoint(id(param) for param in flat.params)}
+        return bool(wanted) and all(any(flat in watch.flats for watch in self._blocks) for flat in wanted)
+
     def check_idle(self, units: Sequence[ShardUnit], readers: Sequence[EditWatch] = ()) -> None:
         """Raise StateError if one of `units` is in use, or shown by another block than `readers`.
 
@@ -240,15 +247,16 @@ class FullWeights:
         return ordered
 
     @contextlib.contextmanager
-    def saving_from(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def saving_from(self, state: Mapping[str, torch.Tensor], part: nn.Module | None = None) -> Iterator[None]:
         """Let parameters be these full tensors inside the block, on this rank alone, for code that saves a model.
 
         No communication. A forward inside, without gradients, is this rank's own; writes to its parameters are lost.
 
         Args:
             state: Full tensors by name, as `state_dict` returns them; parameters that it lacks stay sharded.
+            part: The module that has these names; by default the model.
         """
-        whole = {id(own): state[name] for name, own in own_tensors(self._model) if name in state}
+        whole = {id(own): state[name] for name, own in own_tensors(part or self._model) if name in state}
         with contextlib.ExitStack() as stack:
             for unit in self._units:
                 stack.enter_context(unit.saving_from(whole))

@@ -166,7 +166,8 @@ def _no_values(param: nn.Parameter, name: str, writes: bool) -> str:
         return (
             f"{_text(param)} was to be written to by {name} while it is sharded, and the write would be lost.\nWrite "
             "inside `with hf_zero.gathered_params(model, write_rank=0):`, or before the model is handed to hf_zero; "
-            "whole tensors with hf_zero.set_full_param or engine.load_full_state_dict."
+            "whole tensors with hf_zero.set_full_param or engine.load_full_state_dict. To go on without hf_zero, call "
+            "hf_zero.engine_of(model).teardown() on every rank."
         )
     return (
         f"{_text(param)} is sharded, and {name} needs its values.\nOn all ranks read it inside `with "

@@ -164,7 +164,7 @@ def test_a_timeline_has_what_the_step_moved(profiled: Profiled) -> None:
         of_a_layer = states // LAYERS
         moved = {lane: sum(span["nbytes"] for span in found) for lane, found in spans.items()}
         assert states <= moved["disk write"] <= 2 * states and 0 < moved["disk read"] <= 2 * states, moved
-        # Each transfer is a whole state of a layer. Writes are those of whole layers, but for the layer whose transfers
+        # Each transfer is a whole state of a layer. Writes are those of whole layers, but for the layer whose writes
         # were under way when the recording began. A read of any state may be missing, because a state that is still
         # being written is taken from memory.
         for lane, found in spans.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaModel
 
@@ -164,6 +166,52 @@ def save_wrapped(folder: str) -> None:
 
 def test_a_model_that_saves_a_part_of_it_saves_that_part_under_its_own_names(tmp_path: Path) -> None:
     run_ranks(save_wrapped, 2, str(tmp_path))
+
+
+class Holder(nn.Module):
+    """A user's own model around one of transformers; it has no `save_pretrained`."""
+
+    def __init__(self, adapters: bool) -> None:
+        super().__init__()
+        self.language = get_peft_model(build(), LoraConfig(target_modules=["q_proj"])) if adapters else build()
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.head = nn.Linear(VOCAB, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.head(self.language(ids).logits)
+
+
+def save_part(folder: str, adapters: bool) -> None:
+    model = Holder(adapters)
+    config = zero_config(3) | {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.1)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.backward(engine(torch.arange(8)[None] + engine.rank).square().mean())
+    engine.step()
+    model.language.save_pretrained(f"{folder}/all")
+    with hf_zero.gathered_params(model.language):
+        if engine.rank == 0:  # as programs for DeepSpeed do
+            model.language.save_pretrained(f"{folder}/gathered")
+    engine.teardown()
+    if engine.rank == 0:
+        model.language.save_pretrained(f"{folder}/plain")
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_module_inside_the_engines_model_is_saved_by_all_ranks_as_it_would_be_unsharded(
+    adapters: bool, tmp_path: Path
+) -> None:
+    run_ranks(save_part, 2, str(tmp_path), adapters)
+    file = "adapter_model.safetensors" if adapters else "model.safetensors"
+    plain = safetensors.torch.load_file(tmp_path / "plain" / file)
+    for folder in ("all", "gathered"):
+        assert sorted(os.listdir(tmp_path / folder)) == sorted(os.listdir(tmp_path / "plain"))
+        torch.testing.assert_close(safetensors.torch.load_file(tmp_path / folder / file), plain, rtol=0, atol=0)
+    start = Holder(adapters).language.state_dict()
+    assert any(
+        not torch.equal(value, start[key.replace(".weight", ".default.weight") if adapters else key])
+        for key, value in plain.items()
+    )
 
 
 def fail_to_save(folder: str) -> None:

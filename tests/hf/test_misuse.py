@@ -58,13 +58,17 @@ def test_a_plain_state_dict_saves_every_tensor(tmp_path: Path) -> None:
 def save_on_all(folder: str) -> dict[str, torch.Tensor]:
     model, engine = start(3)
     model.save_pretrained(folder)
+    with hf_zero.gathered_params(model):
+        if engine.rank == 0:  # as programs for DeepSpeed do
+            model.save_pretrained(f"{folder}/gathered")
     return engine.full_state_dict(keep=True)
 
 
 def test_save_pretrained_on_all_ranks_writes_loadable_weights(tmp_path: Path) -> None:
     want = run_ranks(save_on_all, 2, str(tmp_path))[0]
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(tensor, want[name]) for name, tensor in loaded.state_dict().items())
+    for folder in (tmp_path, tmp_path / "gathered"):
+        loaded = LlamaForCausalLM.from_pretrained(folder)
+        assert all(torch.equal(tensor, want[name]) for name, tensor in loaded.state_dict().items())
 
 
 def save_on_one(folder: str) -> None:

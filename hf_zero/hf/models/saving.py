@@ -22,6 +22,7 @@ from hf_zero.hf.models.peft import (
 )
 from hf_zero.hf.models.shard_files import WrittenFiles, publish, shard_files
 from hf_zero.hf.patching import by_name, replace_method
+from hf_zero.runtime.full_weights import own_tensors
 from hf_zero.sharding.param_data import with_own_storage
 
 
@@ -33,6 +34,7 @@ def full_weights(
     All ranks must call where the model is sharded.
 
     Args:
+        model: The engine's model, or a module inside it.
         embeddings: `save_embedding_layers` of PEFT's save_pretrained.
     Returns:
         Full tensors where `keep` is true (on the CPU if the model is sharded), nothing elsewhere.
@@ -40,14 +42,27 @@ def full_weights(
     if not engine.is_sharded:
         return apart(live_state(model)) if keep else {}
     if not is_peft_model(model):
-        return engine.full_state_dict(keep)
+        return _gathered(model, engine, keep)
     live = live_state(model)
     # Whether embeddings belong to the adapter may depend on files that are not on every rank.
     found = adapter_names(model, live, embeddings) if engine.rank == 0 else set()
     wanted: set[str] = engine.comm.all_gather_object(found, "names of adapter weights")[0]
     trainable = {name for name, tensor in live.items() if isinstance(tensor, nn.Parameter) and tensor.requires_grad}
-    state = engine.full_state_dict(keep, trainable_only=wanted <= trainable)
+    state = _gathered(model, engine, keep, trainable_only=wanted <= trainable)
     return {name: tensor for name, tensor in state.items() if name in wanted}
+
+
+def _gathered(
+    model: nn.Module, engine: ZeroEngine, keep: bool, *, trainable_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return ZeroEngine.full_state_dict of `model`, of which only its own units are gathered. All ranks must call."""
+    if model is engine.module:
+        return engine.full_state_dict(keep, trainable_only=trainable_only)
+    names = {id(tensor): name for name, tensor in own_tensors(engine.module)}
+    own = {name: names[id(tensor)] for name, tensor in own_tensors(model)}
+    keeps = engine.comm.all_gather_object(keep, "who keeps weights")
+    full = engine.weights_for_ranks([set(own.values()) if theirs else set() for theirs in keeps])
+    return {name: full[name_in_engine] for name, name_in_engine in own.items()} if keep else {}
 
 
 def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -71,33 +86,46 @@ def weights_to_save(model: Any, engine: ZeroEngine, folder: str, *, writes: bool
         yield full_weights(model, engine, keep=writes) if written is None else written
 
 
-# The full state dict of an engine's model, or the files that hold it, while one rank saves alone.
-_of_this_save: weakref.WeakKeyDictionary[ZeroEngine, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+# The model that one rank saves alone, and its full state dict or the files that hold it.
+_of_this_save: weakref.WeakKeyDictionary[ZeroEngine, tuple[nn.Module, dict[str, torch.Tensor]]]
+_of_this_save = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def saving_alone(engine: ZeroEngine, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+def saving_alone(
+    engine: ZeroEngine, weights: dict[str, torch.Tensor], model: nn.Module | None = None
+) -> Iterator[None]:
     """Let this rank save the model alone inside, in whatever way: it finds `weights`, from `weights_to_save`.
 
     Libraries have models, and methods of Trainer, that save parameter by parameter, module by module.
+
+    Args:
+        model: The module inside the engine's model that is saved; by default the model.
     """
-    _of_this_save[engine] = weights
+    model = model or engine.module
+    _of_this_save[engine] = model, weights
     full = {} if isinstance(weights, WrittenFiles) else weights
     try:
-        with engine.weights.saving_from(full):
+        with engine.weights.saving_from(full, model):
             yield
     finally:
         del _of_this_save[engine]
 
 
 def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:
-    """Let `save_pretrained` and `push_to_hub`, called on all ranks, write full weights on one; until the teardown."""
-    if getattr(model, "save_pretrained", None) is None or "save_pretrained" in model.__dict__:
-        return
-    saving = _Saving(model, engine)
-    replace_method(model, "save_pretrained", engine, saving.save_pretrained)
-    if getattr(model, "push_to_hub", None) is not None:
-        replace_method(model, "push_to_hub", engine, saving.push_to_hub)
+    """Let `save_pretrained` and `push_to_hub`, called on all ranks, write full weights on one; until the teardown.
+
+    Every module inside `model` that has them is saved so too, with its own weights.
+    """
+    for module in model.modules():
+        # A wrapper hands on what it lacks: the module inside it has the method then.
+        owner: Any = module if module is model else type(module)
+        if getattr(owner, "save_pretrained", None) is None or "save_pretrained" in module.__dict__:
+            continue
+        saving = _Saving(module, engine)
+        replace_method(module, "save_pretrained", engine, saving.save_pretrained)
+        if getattr(owner, "push_to_hub", None) is not None:
+            replace_method(module, "push_to_hub", engine, saving.push_to_hub)
 
 
 class _Saving:
@@ -108,16 +136,20 @@ class _Saving:
         self._engine = engine
 
     def save_pretrained(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """All ranks must call, but inside `saving_alone`: there the files are written by who calls.
+        """All ranks must call, but inside `saving_alone` and `gathered_params`: there who calls writes the files.
 
         Several files are written by all ranks where they can; else rank 0 gathers and writes. [Note: Which save]
         """
+        engine = self._engine
+        if engine.weights.are_shown(self._model):
+            return original(*args, **kwargs)
         call = inspect.signature(original).bind(*args, **kwargs)
         given = by_name(call)
-        engine = self._engine
         weights = given.get("state_dict")
-        if weights is None:
-            weights = _of_this_save.get(engine)
+        if weights is None and engine in _of_this_save:
+            saved, weights = _of_this_save[engine]
+            if saved is not self._model:
+                return original(*args, **kwargs)  # it is a part, or wraps one: its parameters are full here
         if isinstance(weights, WrittenFiles):
             return publish(original, given, weights)
         if weights is not None:
@@ -135,7 +167,7 @@ class _Saving:
                     return None
                 if written is not None:
                     return publish(original, given, written)
-                with saving_alone(engine, weights):
+                with saving_alone(engine, weights, self._model):
                     return self._save(original, call, weights)
 
             folder = next(iter(given.values()), None)
@@ -157,12 +189,15 @@ class _Saving:
         """All ranks must call. The first one pushes, and returns what the model's own method does; others None.
 
         They do not wait for it, but for prompt encoders: an upload may take longer than any collective.
+        Inside `gathered_params` who calls pushes.
         """
         engine = self._engine
+        if engine.weights.are_shown(self._model):
+            return original(*args, **kwargs)
         engine.require_all_ranks("push_to_hub")
         weights = full_weights(self._model, engine, keep=engine.rank == 0)
         with unsharded_prompt_encoders(self._model):
             if engine.rank != 0:
                 return None
-            with saving_alone(engine, weights):
+            with saving_alone(engine, weights, self._model):
                 return original(*args, **kwargs)

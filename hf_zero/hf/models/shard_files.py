@@ -10,6 +10,7 @@ answers that each rank gives and all hear. The other way is for what this one ca
 - ranks that do not see the folder of rank 0, and saves where not rank 0 alone writes (`save_on_each_node`):
   rank 0 has to rename what others write;
 - one file: there is nothing to share out;
+- a module inside the engine's model: the state dict has other names;
 - PEFT, quantized, offloaded and tensor-parallel models, and models with a `save_pretrained` of their own: they do not
   save what the state dict holds;
 - wrapped modules and shared buffers: transformers would look for them in vain, or take them for tied;
@@ -116,6 +117,7 @@ def _fits(model: Any, engine: ZeroEngine, original: Any, call: Mapping[str, Any]
     placed = set(getattr(model, "hf_device_map", {}).values())
     return (
         writes == (engine.rank == 0)
+        and model is engine.module
         and getattr(original, "__func__", None) is PreTrainedModel.save_pretrained
         and not is_peft_model(model)
         and not getattr(model, "_hf_peft_config_loaded", False)
