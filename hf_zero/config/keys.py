@@ -261,8 +261,8 @@ REFUSED_BLOCKS: dict[str, Entry] = {
     "datastates_ckpt": refused_block(_OWN_FILES),
     "hybrid_engine": refused_block("Remove the block: generate works on the sharded model.", enabled=Flag(False)),
     "tensor_parallel": refused_block(
-        "Remove the block, or set autotp_size to 0: ranks share data only.",
-        autotp_size=Count(0),
+        "Remove the block, or set autotp_size to 1: ranks share data only.",
+        autotp_size=Count(1),
         tp_size=Count(1),
         tp=_TP_SIZE,
         tensor_parallel=_TP_SIZE,

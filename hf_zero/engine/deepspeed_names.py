@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import logging
 import os
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ class DeepSpeedNames(ModuleWrapper):
     loss_scale: LossScale
     schedule: StepSchedule
     tput_timer: Any  # of an engine that trains: monitors/step_lines.py
+    _consolidated: tuple[weakref.ref[OrderedDict[str, torch.Tensor]], int] | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -283,8 +286,17 @@ class DeepSpeedNames(ModuleWrapper):
     ) -> dict[str, torch.Tensor] | None:
         """Return unsharded weights on rank 0, None elsewhere, to accelerate and transformers. All ranks must call."""
         is_first = self.comm.rank == 0
-        state = self.full_state_dict(keep=is_first, trainable_only=exclude_frozen_parameters)
+        state = OrderedDict(self.full_state_dict(keep=is_first, trainable_only=exclude_frozen_parameters))
+        self._consolidated = None
+        if is_first and not exclude_frozen_parameters:
+            self._consolidated = weakref.ref(state), self.schedule.global_steps
         return state if is_first else None
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """`_zero3_consolidated_16bit_state_dict` by the name that programs of today call. All ranks must call."""
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -335,6 +347,12 @@ class DeepSpeedNames(ModuleWrapper):
         self.uninstall()
         self.placements.close()
         self.schedule.optimizer = None
+
+
+def consolidated_weights(engine: DeepSpeedNames) -> dict[str, torch.Tensor] | None:
+    """Return the weights of this step that rank 0's program holds from `_consolidated_16bit_state_dict`, or None."""
+    state, step = engine._consolidated or (None, -1)
+    return state() if state is not None and step == engine.schedule.global_steps else None
 
 
 def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:

@@ -232,10 +232,9 @@ class FullWeights:
         whole: dict[int, torch.Tensor] = {}  # by parameter: adapters and wrappers may have renamed it
         for unit in self._units:
             with self.gathered([unit]):
-                for flat in unit.flats:
-                    if keep and (flat.layout.trainable or not trainable_only):
-                        for param in flat.params:
-                            whole[id(param)] = param.detach().to("cpu", copy=True)
+                for param in (param for flat in unit.flats for param in flat.params):
+                    if keep and (param.requires_grad or not trainable_only):
+                        whole[id(param)] = param.detach().to("cpu", copy=True)
         if not keep:
             return {}
         ordered: dict[str, torch.Tensor] = {}

@@ -60,7 +60,7 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "datastates_ckpt": ({"host_cache_size": 16}, {}),
     "activation_checkpointing.nvme_path": ("/local_nvme", None),
     "compile.passes": (["autosp"], []),
-    "tensor_parallel": ({"autotp_size": 2}, {"autotp_size": 0}),
+    "tensor_parallel": ({"autotp_size": 2}, {"autotp_size": 1, "tp": {"tp_size": 0}}),
 }
 
 

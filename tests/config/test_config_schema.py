@@ -53,6 +53,7 @@ OTHER_DEFAULTS = {
     "zero_optimization.offload_optimizer.pipeline_write": "the staging pool bounds the memory either way",
     "zero_optimization.overlap_comm": "DeepSpeed's default follows the stage; here overlap costs no buffers",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "None tells a missing key from false",
+    "tensor_parallel.autotp_size": "0 and 1 are both off: programs write either",
 }
 
 # The kinds of rows that take what DeepSpeed's types take.

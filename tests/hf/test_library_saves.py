@@ -214,6 +214,26 @@ def test_a_module_inside_the_engines_model_is_saved_by_all_ranks_as_it_would_be_
     )
 
 
+def save_while_holding_all_weights(folder: str, adapters: bool) -> None:
+    model = Holder(adapters).language
+    config = zero_config(3) | {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
+    engine = hf_zero.initialize(model=model, config=config)[0]
+    state = engine._consolidated_16bit_state_dict()
+    if engine.rank == 0:
+        model.save_pretrained(f"{folder}/alone")
+    del state
+    model.save_pretrained(f"{folder}/all")
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_one_rank_may_save_alone_while_its_program_holds_all_weights(adapters: bool, tmp_path: Path) -> None:
+    run_ranks(save_while_holding_all_weights, 2, str(tmp_path), adapters)
+    file = "adapter_model.safetensors" if adapters else "model.safetensors"
+    alone, everyone = (safetensors.torch.load_file(tmp_path / folder / file) for folder in ("alone", "all"))
+    assert alone
+    torch.testing.assert_close(alone, everyone, rtol=0, atol=0)
+
+
 def fail_to_save(folder: str) -> None:
     config = zero_config(3) | {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
     model = make()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_zero.engine.deepspeed_names import consolidated_weights
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hf.local_files import on_all_ranks, writing
 from hf_zero.hf.models.peft import (
@@ -150,6 +151,8 @@ class _Saving:
             saved, weights = _of_this_save[engine]
             if saved is not self._model:
                 return original(*args, **kwargs)  # it is a part, or wraps one: its parameters are full here
+        elif weights is None and self._model is engine.module:
+            weights = consolidated_weights(engine)  # with these, programs for DeepSpeed save on rank 0 alone
         if isinstance(weights, WrittenFiles):
             return publish(original, given, weights)
         if weights is not None:
