@@ -48,6 +48,10 @@ class LossScale:
         self._in_loss = False  # the loss of the backward under way, or next, was multiplied
         self._entered = False  # the scale came in through an output in the backward under way
 
+    def __call__(self) -> float:
+        """Return the scale, to programs that call `engine.loss_scale()` of DeepSpeed."""
+        return self.value
+
     def multiply(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times the scale, in fp32 at least."""
         if not self.is_used:

@@ -156,11 +156,13 @@ PREPARES = f"""
     torch.manual_seed(1)
     model.resize_token_embeddings(70)
     config = LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["embed_tokens", "lm_head"], use_dora=True,
+        r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], use_dora=True,
         init_lora_weights="pissa",
     )
     rows = [{{"input_ids": row, "labels": row}} for row in {_ROWS} + 6]
-    Trainer(model=get_peft_model(model, config), args=args, train_dataset=rows).train()
+    trainer = Trainer(model=get_peft_model(model, config), args=args, train_dataset=rows)
+    trainer.train()
+    trainer.save_model()
 """
 # The choice between the file's optimizer and the script's is that of accelerate's own examples.
 LOOP = f"""
@@ -420,6 +422,9 @@ def test_inference_loads_tied_weights_that_are_stored_twice(folder: Path) -> Non
 @pytest.mark.slow
 def test_weights_that_libraries_change_first(folder: Path) -> None:
     assert numbers(job(folder, "prepares.py", stage=3)) == numbers(job(folder, "prepares.py"))
+    found, saved = (load_file(folder / f"prepares-{stage}" / "adapter_model.safetensors") for stage in (3, 0))
+    torch.testing.assert_close(found, saved, rtol=1e-4, atol=1e-6)
+    assert saved["base_model.model.model.embed_tokens.weight"].shape[0] == 70
 
 
 @pytest.mark.slow

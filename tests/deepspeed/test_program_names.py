@@ -278,6 +278,27 @@ def test_fp32_weights_of_the_param_groups(stage: int) -> None:
         assert torch.equal(pieces.sort().values, full.sort().values)
 
 
+def test_copies_for_a_file_are_tied_where_the_tensors_are() -> None:
+    weight = torch.randn(3, 2)
+    state = {"embed": weight, "head": weight.detach(), "turned": weight.t(), "rest": [weight[0], 5]}
+    copied = room("checkpoint.utils").clone_tensors_for_torch_save(state)
+    assert copied["head"] is copied["embed"] and torch.equal(copied["embed"], weight)
+    alone = [copied["embed"], copied["turned"], copied["rest"][0]]
+    assert len({one.untyped_storage().data_ptr() for one in (weight, *alone)}) == 4
+    assert all(one.untyped_storage().nbytes() == one.nbytes for one in alone) and copied["rest"][1] == 5
+
+
+def test_the_optimizer_moves_states_and_tells_the_loss_scale() -> None:
+    model = nn.Linear(5, 3)
+    config = {**config_of(2), "fp16": {"enabled": True, "loss_scale": 8}}
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    for name in ("offload_states", "reload_states"):
+        assert optimizer_names.answer(name, engine.optimizer) == getattr(engine, name)
+    scales = [optimizer_names.answer(name, engine.optimizer) for name in ("cur_scale", "loss_scale")]
+    assert scales == [8.0, 8.0] and engine.loss_scale() == 8.0
+    engine.teardown()
+
+
 def under_construction() -> None:
     seen: list[tuple[Any, ...]] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.abc
@@ -168,8 +169,9 @@ def _name_modules(module: Any) -> None:
 
 
 def _name_partitions(module: Any) -> None:
-    """Give optimizers the attributes that programs read of DeepSpeed's: its fp32 weights, and its hooks at stage 3."""
-    for name in ("fp32_partitioned_groups_flat", "parameter_offload", "single_partition_of_fp32_groups"):
+    """Give optimizers the attributes that programs read of DeepSpeed's, such as its hooks at stage 3."""
+    names = "cur_scale loss_scale fp32_partitioned_groups_flat single_partition_of_fp32_groups parameter_offload"
+    for name in f"{names} offload_states reload_states".split():
         setattr(module.ShardedOptimizer, name, _answered("optimizer", name))
 
 
@@ -190,16 +192,21 @@ def _compare_tied_weights(module: Any) -> None:
 
 
 def _save_in_own_ways(module: Any) -> None:
-    """Let the `_save` of a library's Trainer find full weights in the model: it may look at no state dict."""
+    """Let the `_save` of a library's Trainer find full weights in the model: it may look at no state dict.
+
+    For adapters it is given all that PEFT saves: transformers would leave out frozen rows of a resized vocabulary.
+    """
     save_model = module.Trainer.save_model
 
     @functools.wraps(save_model)
     def save(self: Any, *args: Any, **kwargs: Any) -> None:
         from hf_zero.engine.engine import engine_of
-        from hf_zero.hf.models.saving import saving_alone
+        from hf_zero.hf.models.peft import is_peft_model
+        from hf_zero.hf.models.saving import full_weights, saving_alone
         from hf_zero.hf.patching import instead
 
-        engine, own = engine_of(self.model), self._save
+        engine: Any = engine_of(self.model)
+        own = self._save
 
         def save_here(output_dir: str | None = None, state_dict: Any = None) -> None:
             if engine is None or not engine.is_sharded:
@@ -208,7 +215,13 @@ def _save_in_own_ways(module: Any) -> None:
                 with saving_alone(engine, state_dict):
                     own(output_dir, state_dict=state_dict)
 
-        with instead(self, "_save", save_here):
+        def adapters(exclude_frozen_parameters: bool) -> dict[str, Any]:
+            return full_weights(self.model, engine, keep=self.args.should_save)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(instead(self, "_save", save_here))
+            if engine is not None and is_peft_model(self.model):
+                stack.enter_context(instead(engine, "_zero3_consolidated_16bit_state_dict", adapters))
             save_model(self, *args, **kwargs)
 
     module.Trainer.save_model = save

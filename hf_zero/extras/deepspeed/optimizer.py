@@ -1,4 +1,4 @@
-"""DeepSpeed's attributes of `engine.optimizer`: its hooks at stage 3, its fp32 weights. facade.py puts them there.
+"""DeepSpeed's attributes of `engine.optimizer`, such as its hooks at stage 3. facade.py puts them there.
 
 Programs take the hooks away before they generate inside `GatheredParameters`, and put them back afterwards. The hooks
 here leave gathered parameters alone, so they stay: the lists are empty.
@@ -43,10 +43,14 @@ def _fp32_weights(engine: ZeroEngine, optimizer: ShardedOptimizer) -> list[torch
     return [torch.cat([one.values for one in mine if one] or [torch.empty(0)]) for mine in pieces]
 
 
+_STAGES = (0, 1, 2, 3)
 # Attribute -> the stages at which DeepSpeed has it, and what answers it.
 NAMES: dict[str, tuple[tuple[int, ...], Callable[[ZeroEngine, ShardedOptimizer], Any]]] = {
+    **dict.fromkeys(("cur_scale", "loss_scale"), (_STAGES, lambda engine, _: engine.loss_scale.value)),
     "fp32_partitioned_groups_flat": ((3,), _fp32_weights),
+    "offload_states": (_STAGES, lambda engine, _: engine.offload_states),
     "parameter_offload": ((3,), _parameter_offload),
+    "reload_states": (_STAGES, lambda engine, _: engine.reload_states),
     "single_partition_of_fp32_groups": ((1, 2), _fp32_weights),
 }
 

@@ -146,9 +146,18 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
     """Return `item` with copies of the tensors in its lists, tuples and dicts, each with memory of its own.
 
-    `device` None leaves them where they are.
+    Tensors that are the same memory have one copy: transformers saves tied weights once. `device` None leaves them
+    where they are.
     """
-    return pytree.tree_map_only(torch.Tensor, lambda one: one.detach().to(device, copy=True), item)
+    copies: dict[Any, torch.Tensor] = {}
+
+    def copy(one: torch.Tensor) -> torch.Tensor:
+        same = one.data_ptr() or id(one), one.dtype, one.shape, one.stride()
+        if same not in copies:
+            copies[same] = one.detach().to(device, copy=True)
+        return copies[same]
+
+    return pytree.tree_map_only(torch.Tensor, copy, item)
 
 
 def recursive_setattr(model: nn.Module, name: str, module: nn.Module) -> None:
