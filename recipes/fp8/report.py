@@ -130,6 +130,13 @@ def load(folder: Path) -> list[Comparison]:
     for model, all_runs in models.items():
         if BASE not in all_runs or len(all_runs[BASE].by_seed) < 2:
             raise SystemExit(f"{folder}: {model} needs two runs of --level bf16 with other seeds, for a spread.")
+        for runs in all_runs.values():
+            steps = {seed: len(lines) for seed, lines in runs.by_seed.items()}
+            if len(set(steps.values())) > 1:
+                said = ", ".join(f"{number} of seed {seed}" for seed, number in steps.items())
+                raise SystemExit(
+                    f"{folder}: {model} at {runs.name} has other numbers of steps ({said}). Finish these runs."
+                )
     if not models:
         raise SystemExit(f"{folder} has no file of language.py.")
     order = list(LOOKS)

@@ -94,3 +94,8 @@ def test_the_report_compares_runs_with_seeds_of_bf16(tmp_path: Path) -> None:
     )
     assert re.search(r"^\| O3, stage 2 \| 2\.00 \| .* \| 3\d% \|$", text, re.M)  # 8 and 16 bits beside twice 32
     assert (tmp_path / "losses-small.svg").read_text().count("<path") > 12
+
+    unfinished = runs / "small-bf16-stage0-seed1.jsonl"
+    unfinished.write_text("".join(unfinished.read_text().splitlines(keepends=True)[:2]))
+    ran = run("report.py", runs, "--output", tmp_path, folder=tmp_path, processes=1)
+    assert ran.status == [1] and "(3 of seed 0, 2 of seed 1). Finish these runs." in ran.err, ran.err
