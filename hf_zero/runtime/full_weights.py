@@ -255,7 +255,8 @@ class FullWeights:
             state: Full tensors by name, as `state_dict` returns them; parameters that it lacks stay sharded.
             part: The module that has these names; by default the model.
         """
-        whole = {id(own): state[name] for name, own in own_tensors(part or self._model) if name in state}
+        named = own_tensors(self._model if part is None else part)
+        whole = {id(own): state[name] for name, own in named if name in state}
         with contextlib.ExitStack() as stack:
             for unit in self._units:
                 stack.enter_context(unit.saving_from(whole))

@@ -103,7 +103,7 @@ def saving_alone(
     Args:
         model: The module inside the engine's model that is saved; by default the model.
     """
-    model = model or engine.module
+    model = engine.module if model is None else model
     _of_this_save[engine] = model, weights
     full = {} if isinstance(weights, WrittenFiles) else weights
     try:
@@ -152,7 +152,10 @@ class _Saving:
             if saved is not self._model:
                 return original(*args, **kwargs)  # it is a part, or wraps one: its parameters are full here
         elif weights is None and self._model is engine.module:
-            weights = consolidated_weights(engine)  # with these, programs for DeepSpeed save on rank 0 alone
+            held = consolidated_weights(engine)  # with these, programs for DeepSpeed save on rank 0 alone
+            if held is not None:
+                with saving_alone(engine, held):
+                    return self._save(original, call, held)
         if isinstance(weights, WrittenFiles):
             return publish(original, given, weights)
         if weights is not None:
