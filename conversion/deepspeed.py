@@ -28,11 +28,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from hf_zero.checkpoint.client_state import encode_client_state
 from hf_zero.checkpoint.folders import chosen
 from hf_zero.checkpoint.format import MOST_NUMEL, zero_folder
 from hf_zero.checkpoint.rank_reader import CHUNK_BYTES
 from hf_zero.checkpoint.scheduler_state import plain
-from hf_zero.checkpoint.writer import Chunked, Scalar, find_unwritable
+from hf_zero.checkpoint.writer import Chunked, Scalar
 from hf_zero.conversion.pickles import StandIn, load_pickle
 from hf_zero.conversion.target import NOTHING_KNOWN, ConvertedParam, write_checkpoint
 from hf_zero.errors import CheckpointError
@@ -71,7 +72,6 @@ class Summary:
     global_step: int
     num_params: int
     numel: int
-    left_out: tuple[str, ...]  # of client_state: what JSON cannot hold
 
 
 @dataclass(frozen=True)
@@ -508,7 +508,7 @@ def write_converted(
     """
     params = in_model_order(files, params)
     buffers = buffers_of(files) | {one.name: joined(one) for one in params if not is_sharded(one)}
-    client, left_out = client_state_of(files)
+    client = {key: value for key, value in files.model.items() if key not in OWN_KEYS}
     scheduler, named = files.model.get("lr_scheduler"), files.config.get("scheduler")
     kind = named.get("type") if isinstance(named, dict) else None
     scaler = files.optims[0].get("loss_scaler")
@@ -520,7 +520,7 @@ def write_converted(
         tied=tied_names(files, {one.name for one in params}),
         param_groups=hyperparameters(files),
         global_step=count_in(files.model, "global_steps", files.model_path),
-        client_state=client,
+        client_state=encode_client_state(client),
         processes=processes,
         optimizer="AdamW",
         converted_from="DeepSpeed",
@@ -532,17 +532,4 @@ def write_converted(
     sharded = [one for one in params if is_sharded(one)]
     write_checkpoint(target, sharded, buffers, run, beside=trainer_files(files.folder.parent))
     numel = sum(math.prod(one.shape) for one in params)
-    return Summary(files.folder, files.stage, processes, run.global_step, len(params), numel, left_out)
-
-
-def client_state_of(files: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Find what the user gave to `save_checkpoint` among DeepSpeed's own keys; and what of it is no JSON."""
-    given = {key: value for key, value in files.model.items() if key not in OWN_KEYS}
-    kept = {key: value for key, value in given.items() if isinstance(key, str) and _is_json(value)}
-    return kept, tuple(sorted(str(key) for key in given if key not in kept))
-
-
-def _is_json(value: Any) -> bool:
-    problems: list[str] = []
-    find_unwritable(value, "", problems)
-    return not problems
+    return Summary(files.folder, files.stage, processes, run.global_step, len(params), numel)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.client_state import decode_client_state
 from hf_zero.checkpoint.folders import chosen
 from hf_zero.checkpoint.format import STATE_MARK, Manifest, zero_folder
 from hf_zero.checkpoint.optimizer_state import ATTACHED, restored
@@ -183,9 +184,10 @@ class Run:
         kind = manifest.lr_scheduler_class
         named = {} if kind is None else {"scheduler": {"type": kind}}
         frozen = OrderedDict((name, shapes[name]) for name in names.pop(None))
-        client = manifest.client_state if isinstance(manifest.client_state, dict) else {}
+        client = decode_client_state(manifest.client_state)
+        given = client if isinstance(client, dict) else {}
         return {
-            **{key: value for key, value in client.items() if key not in OWN_KEYS},
+            **{key: value for key, value in given.items() if key not in OWN_KEYS},
             "module": module | buffers,
             "buffer_names": list(buffers),
             "optimizer": None,
@@ -279,7 +281,7 @@ def _remarks(reader: CheckpointReader) -> list[str]:
         remarks.append(
             f"left out: the state of {manifest.lr_scheduler_class}; load with load_lr_scheduler_states=False"
         )
-    client = manifest.client_state
+    client = decode_client_state(manifest.client_state)
     clash = sorted(OWN_KEYS & {*client}) if isinstance(client, dict) else ["the whole"] if client else []
     remarks += [f"left out: {key} of client_state, which is a name of DeepSpeed's own" for key in clash]
     return remarks

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.checkpoint.client_state import encode_client_state
 from hf_zero.checkpoint.format import SCALE_MARK, STATE_MARK, SaveInfo, TensorInfo
 from hf_zero.checkpoint.frozen_digests import FrozenShards
 from hf_zero.checkpoint.optimizer_state import ATTACHED, collect, package_of
@@ -112,7 +113,7 @@ class CheckpointContents:
                 {key: plain(value) for key, value in group.items() if key != "params"} for group in self.groups()
             ],
             global_step=self.global_step,
-            client_state=client_state,
+            client_state=encode_client_state(client_state),
             processes=self.comm.world_size,
             lr_scheduler=None if scheduler is None else plain(scheduler.state_dict()),
             lr_scheduler_class=None if scheduler is None else type(scheduler).__name__,

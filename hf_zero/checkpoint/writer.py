@@ -113,10 +113,9 @@ def check_info(info: SaveInfo) -> None:
     """Refuse what JSON cannot hold, before anything is written.
 
     Raises:
-        CheckpointError: client_state, a hyperparameter or an extra value is not JSON (all are named).
+        CheckpointError: A hyperparameter or an extra value is not JSON (all are named).
     """
     problems: list[str] = []
-    find_unwritable(info.client_state, "client_state", problems)
     find_unwritable([dict(group) for group in info.param_groups], "param_groups", problems)
     find_unwritable(info.lr_scheduler, "lr_scheduler", problems)
     if problems:

@@ -60,8 +60,10 @@ def choose_interface(store: Any, rank: int, world_size: int) -> None:
 
 
 def choose_interface_to(hosts: Sequence[str]) -> None:
-    """Set GLOO_SOCKET_IFNAME, where nobody has, to the interface that leads to the first of `hosts` that is not this
-    one. No communication: where the ranks have no key-value store yet."""
+    """Set GLOO_SOCKET_IFNAME, where nobody has, to the interface that leads to the first of the other `hosts`.
+
+    No communication: the ranks have no key-value store yet.
+    """
     sources = (_source(host) for host in hosts if host != socket.gethostname())
     if not os.environ.get(VARIABLE) and (interface := _interface_of(next(filter(None, sources), None))):
         os.environ[VARIABLE] = interface

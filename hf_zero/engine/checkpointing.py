@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_zero.checkpoint.agreement import agree_on_source, agree_on_target
 from hf_zero.checkpoint.background import BackgroundSaves
+from hf_zero.checkpoint.client_state import decode_client_state
 from hf_zero.checkpoint.contents import CheckpointContents
 from hf_zero.checkpoint.folders import latest_files
 from hf_zero.checkpoint.load import Parts, load
@@ -159,4 +160,4 @@ class Checkpointing:
             schedule.restart_at(loaded.global_step, loaded.skipped_steps)
             if schedule.optimizer is not None:
                 schedule.optimizer.restart_at(loaded.global_step)
-        return {} if loaded.client_state is None else loaded.client_state
+        return {} if loaded.client_state is None else decode_client_state(loaded.client_state)

@@ -475,10 +475,10 @@ class ZeroEngine(DeepSpeedNames):
 
         All ranks must call, with the same arguments. Without a tag it is "global_stepN". With `save_latest`, loading
         `save_dir` without a tag finds this one. Without frozen parameters it loads only where these are the same
-        already.
+        already. `client_state` is rank 0's: any value of numbers, texts, containers, tensors, and NumPy arrays.
 
-        Raises CheckpointError on every rank: ranks name different folders or tags (nothing is written), or a rank
-        could not write its part.
+        Raises CheckpointError on every rank: ranks name different folders or tags, or client_state holds an object
+        of another class (nothing is written), or a rank could not write its part.
         """
         exclude_frozen = exclude_frozen_parameters
         self.checkpoints.save(save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen)

@@ -284,12 +284,16 @@ def test_what_is_not_json_is_refused_before_anything_is_written() -> None:
     info = save_info(
         model,
         model.layouts(1),
-        client_state={"a": [torch.zeros(1)], "b": {1: 2}},
-        param_groups=[{"lr": torch.tensor(1.0)}],
+        param_groups=[{"lr": torch.tensor(1.0), "b": {1: 2}}],
+        lr_scheduler={"a": [torch.zeros(1)]},
     )
     with pytest.raises(CheckpointError) as caught:
         check_info(info)
-    for where in ("client_state['a'][0] (Tensor)", "the key 1 of client_state['b']", "param_groups[0]['lr'] (Tensor)"):
+    for where in (
+        "lr_scheduler['a'][0] (Tensor)",
+        "the key 1 of param_groups[0]['b']",
+        "param_groups[0]['lr'] (Tensor)",
+    ):
         assert where in str(caught.value)
 
 

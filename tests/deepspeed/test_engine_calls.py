@@ -79,7 +79,7 @@ def script(stage: int, folder: str) -> dict[str, Any]:
     }
     model_engine.save_checkpoint(folder, "first", {"epoch": 1})
     train(model_engine, 4, 6)
-    model_engine.save_checkpoint(save_dir=folder, tag="second", client_state={"epoch": 2})
+    model_engine.save_checkpoint(save_dir=folder, tag="second", client_state={"epoch": 2, "rng": (torch.arange(3), 4)})
     facts["weights"] = whole(model_engine)
     for name in ("pytorch_model.bin", "model.safetensors"):
         assert model_engine.save_16bit_model(folder, name)
@@ -88,7 +88,7 @@ def script(stage: int, folder: str) -> dict[str, Any]:
     model_engine.offload_states(include=None, device="cpu", pin_memory=True, non_blocking=False)  # they are there
     model_engine.reload_states(non_blocking=False)
     _, client_state = model_engine.load_checkpoint(folder)
-    assert client_state == {"epoch": 2}
+    assert client_state["epoch"] == 2 and torch.equal(client_state["rng"][0], torch.arange(3))
     path, client_state = model_engine.load_checkpoint(load_dir=folder, tag="first", load_optimizer_states=True)
     assert client_state == {"epoch": 1} and path.endswith("first")
     facts["steps"] = model_engine.global_steps

@@ -100,8 +100,6 @@ def _config(args: argparse.Namespace) -> None:
 
 
 def _report(done: Summary, target: Path) -> None:
-    for key in done.left_out:
-        print(f"left out: {key} of client_state, which JSON cannot hold")
     print(
         f"{done.folder}: step {done.global_step}, stage {done.stage}, {plural(done.world_size, 'rank')}, "
         f"{plural(done.num_params, 'parameter')} of {plural(done.numel, 'element')} -> {target}"
