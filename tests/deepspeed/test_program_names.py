@@ -125,6 +125,24 @@ def test_the_timer_of_an_engine_counts_epochs_and_samples() -> None:
     assert engine.tput_timer.epoch_count == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("ops.adam.cpu_adam", "DeepSpeedCPUAdam"),
+        ("ops.adam.fused_adam", "FusedAdam"),
+        ("ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad"),
+        ("ops.lamb.fused_lamb", "FusedLamb"),
+        ("ops.lion.cpu_lion", "DeepSpeedCPULion"),
+        ("ops.lion.fused_lion", "FusedLion"),
+        ("comm.comm", "init_distributed is_initialized all_reduce"),
+    ],
+)
+def test_names_by_the_files_that_deepspeed_keeps_them_in(path: str, names: str) -> None:
+    """Programs import from these files too."""
+    for name in names.split():
+        assert getattr(room(path), name) is getattr(room(path.rpartition(".")[0]), name)
+
+
 def test_names_of_optimizers() -> None:
     names = room("runtime.config")
     for given, wanted in (("Lamb", names.LAMB_OPTIMIZER), ("adam", names.ADAM_OPTIMIZER), ("SGD", "SGD")):

@@ -54,8 +54,25 @@ _ACCESS = {
     f"{_OURS}.safe_access": """safe_get_full_fp32_param safe_get_local_fp32_param safe_get_local_grad
     safe_get_local_optimizer_state safe_set_full_optimizer_state safe_set_local_optimizer_state""",
 }
+_ADAGRAD = {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"}
+_ADAM = {f"{_OURS}.adam": "DeepSpeedCPUAdam FusedAdam"}
+_LAMB = {"hf_zero.optim": "FusedLamb=Lamb"}
+_LION = {"hf_zero.optim": "DeepSpeedCPULion=Lion FusedLion=Lion"}
 _ENGINE = {"hf_zero.engine.engine": "DeepSpeedEngine=ZeroEngine"}
 _ERROR = {"hf_zero.errors": "DeepSpeedConfigError=ConfigError"}
+_COMM = {
+    "torch.distributed": """ReduceOp ProcessGroup all_gather all_gather_into_tensor all_gather_object all_reduce
+    all_reduce_coalesced all_to_all all_to_all_single all_gather_coalesced barrier batch_isend_irecv broadcast
+    broadcast_object_list destroy_process_group gather gather_object get_backend get_global_rank get_group_rank
+    get_process_group_ranks get_rank get_world_size irecv isend is_available is_initialized monitored_barrier
+    new_group P2POp recv reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send
+    allgather_fn=all_gather_into_tensor reduce_scatter_fn=reduce_scatter_tensor inference_all_reduce=all_reduce""",
+    "hf_zero.distributed.processes": "init_distributed get_world_size_from_launcher=described_world_size",
+    f"{_OURS}.comm": """get_all_ranks_from_group get_local_rank get_local_rank_from_launcher=get_local_rank
+    get_world_group get_world_rank_from_launcher has_all_gather_into_tensor=available
+    has_all_reduce_coalesced=available has_coalescing_manager=available has_reduce_scatter_tensor=available
+    log_summary""",
+}
 # The names of `deepspeed` itself.
 ROOT = {
     **_ERROR,
@@ -81,19 +98,8 @@ PATHS: dict[str, dict[str, str]] = {
         f"{_OURS}.comm": "is_current_accelerator_supported=available",
     },
     "checkpointing": _CHECKPOINTING,
-    "comm": {
-        "torch.distributed": """ReduceOp ProcessGroup all_gather all_gather_into_tensor all_gather_object all_reduce
-        all_reduce_coalesced all_to_all all_to_all_single all_gather_coalesced barrier batch_isend_irecv broadcast
-        broadcast_object_list destroy_process_group gather gather_object get_backend get_global_rank get_group_rank
-        get_process_group_ranks get_rank get_world_size irecv isend is_available is_initialized monitored_barrier
-        new_group P2POp recv reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send
-        allgather_fn=all_gather_into_tensor reduce_scatter_fn=reduce_scatter_tensor inference_all_reduce=all_reduce""",
-        "hf_zero.distributed.processes": "init_distributed get_world_size_from_launcher=described_world_size",
-        f"{_OURS}.comm": """get_all_ranks_from_group get_local_rank get_local_rank_from_launcher=get_local_rank
-        get_world_group get_world_rank_from_launcher has_all_gather_into_tensor=available
-        has_all_reduce_coalesced=available has_coalescing_manager=available has_reduce_scatter_tensor=available
-        log_summary""",
-    },
+    "comm": _COMM,
+    "comm.comm": _COMM,
     "compression.helper": {
         "accelerate.utils": "recursive_getattr",
         f"{_OURS}.utils": "recursive_setattr",
@@ -101,15 +107,21 @@ PATHS: dict[str, dict[str, str]] = {
     "checkpoint.utils": {f"{_OURS}.utils": "clone_tensors_for_torch_save"},
     "git_version_info": {f"{_OURS}.facade": "version=VERSION"},
     "launcher.runner": {"hf_zero.extras.launcher.forwarding": "DEEPSPEED_ENVIRONMENT_NAME=DEEPSPEED_FILE"},
-    "ops.adagrad": {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"},
-    "ops.adam": {f"{_OURS}.adam": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adagrad": _ADAGRAD,
+    "ops.adagrad.cpu_adagrad": _ADAGRAD,
+    "ops.adam": _ADAM,
+    "ops.adam.cpu_adam": _ADAM,
+    "ops.adam.fused_adam": _ADAM,
     "ops.aio": {f"{_OURS}.op_builder": "AsyncIOBuilder"},
     "ops.op_builder": {
         f"{_OURS}.op_builder": """AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder
         FusedLambBuilder FusedLionBuilder OpBuilder UtilsBuilder"""
     },
-    "ops.lamb": {"hf_zero.optim": "FusedLamb=Lamb"},
-    "ops.lion": {"hf_zero.optim": "DeepSpeedCPULion=Lion FusedLion=Lion"},
+    "ops.lamb": _LAMB,
+    "ops.lamb.fused_lamb": _LAMB,
+    "ops.lion": _LION,
+    "ops.lion.cpu_lion": _LION,
+    "ops.lion.fused_lion": _LION,
     "pipe": {**_LAYERS, _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.config": {

@@ -93,6 +93,15 @@ _INSTEAD = {
     "utils.*": "the safe_get and safe_set functions, and the leaf modules, of deepspeed.utils",
     "zero.DeepSpeed*": _ZERO,
     "zero.ZeroParamType": _ZERO,
+    # The rest of the insides of DeepSpeed.
+    "constants": "the variables MASTER_ADDR and MASTER_PORT, as torchrun sets them",
+    "datastates": "checkpoint.async of the JSON",
+    "env_report": "hf-zero report",
+    "io": "engine.save_checkpoint, with checkpoint.async of the JSON",
+    "launcher.*": "hf-zero launch",
+    "nvme": "hf-zero bench",
+    "ops.*": "torch's own functions",
+    "runtime.*": "the engine that initialize returns, and the JSON",
 }
 
 
