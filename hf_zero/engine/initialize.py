@@ -209,8 +209,12 @@ def _warn_of_no_clipping(engine: ZeroEngine, resolved: ResolvedConfig) -> None:
 def _make_loader(
     data: Dataset[Any], engine: ZeroEngine, collate_fn: Callable[[list[Any]], Any] | None
 ) -> DataLoader[Any]:
-    """Return a loader of this rank's share of `data`; where ranks do not divide it, some samples come twice."""
-    sampler: DistributedSampler[Any] = DistributedSampler(data, engine.world_size, engine.rank)
+    """Return a loader of this rank's share of `data`; where ranks do not divide it, some samples come twice.
+
+    As in DeepSpeed, the share is shuffled, but for a pipeline, which takes samples in their order.
+    """
+    shuffle = _staged(engine.module) is None
+    sampler: DistributedSampler[Any] = DistributedSampler(data, engine.world_size, engine.rank, shuffle)
     return DataLoader(
         data,
         batch_size=engine.config.train_micro_batch_size_per_gpu,

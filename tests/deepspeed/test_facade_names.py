@@ -97,11 +97,16 @@ def test_on_device() -> None:
         assert nn.Linear(3, 2).weight.dtype == torch.float32
 
 
+def test_a_function_and_its_module_have_one_name() -> None:
+    utils, file = (importlib.import_module(f"hf_zero.{path}") for path in ("utils", "utils.z3_leaf_module"))
+    assert utils.z3_leaf_module is file.z3_leaf_module and callable(utils.z3_leaf_module)
+
+
 def test_leaf_modules() -> None:
     utils = importlib.import_module("hf_zero.utils")
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     assert utils.set_z3_leaf_modules(model, [nn.Linear]) == utils.get_z3_leaf_modules(model) == [model[0]]
-    assert utils.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]] and utils.z3_leaf_module.z3_leaf_module(model[1])
+    assert utils.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]] and utils.z3_leaf_module(model[1])
     assert utils.unset_z3_leaf_modules(model, [nn.Linear, "ReLU"]) == [model[0], model[1]]
     assert utils.get_z3_leaf_modules(model) == []
     assert utils.set_z3_leaf_modules_by_name(model, ["1", "7"]) == ([model[1]], ["7"])

@@ -201,7 +201,9 @@ def data_and_lines(folder: str) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hf_zero").addHandler(handler)
-    engine, *_ = hf_zero.initialize(model=module, config=config, training_data=samples)
+    engine, _, loader, _ = hf_zero.initialize(model=module, config=config, training_data=samples)
+    assert loader is not None
+    found["order"] = [value for batch in loader for value in batch[0][:, 0].tolist()]
     found["loader"] = [engine.train_batch().item() for _ in range(3)]  # 9 of 4 micro-batches: it begins anew
     weights = [param.detach().clone() for param in module.parameters()]
     batch = [(torch.ones(3, 4), None) for _ in range(5)]
@@ -300,6 +302,7 @@ def test_tied_copies_stay_equal_to_the_bit(pipelines: list[dict[str, Any]], name
 def test_data_of_all_sorts(pipelines: list[dict[str, Any]], folder: Path) -> None:
     first, last = (one["data"] for one in pipelines)
     assert first["loader"] == last["loader"] and len(set(first["loader"])) == 3
+    assert first["order"] == last["order"] == [float(number) for number in range(8)]
     assert first["eval"] == last["eval"] and first["untouched"] and last["untouched"]
     assert first["outputs"] == (None, 0) and last["outputs"] == (MICROS, MICROS)
     assert (first["bcast"], last["bcast"]) == (False, True)

@@ -167,7 +167,7 @@ PATHS: dict[str, dict[str, str]] = {
         **_ACCESS,
         f"{_OURS}.inference": "OnDevice",
         **_SEED,
-        f"{_OURS}.utils": f"instrument_w_nvtx log_dist logger {_LEAVES}",
+        f"{_OURS}.utils": f"instrument_w_nvtx log_dist logger z3_leaf_module {_LEAVES}",
         f"{_PIPELINE}.micro_batches": "RepeatingLoader",
     },
     "utils.groups": {
@@ -238,5 +238,7 @@ def _put(name: str, sources: Mapping[str, str]) -> ModuleType:
     parent, _, last = name.rpartition(".")
     if parent:
         ours = parent in sys.modules or (parent.startswith("hf_zero") and importlib.util.find_spec(parent) is not None)
-        setattr(importlib.import_module(parent) if ours else _put(parent, {}), last, module)
+        above = importlib.import_module(parent) if ours else _put(parent, {})
+        if not (isinstance(above, _Names) and last in above.__all__):  # utils.z3_leaf_module is a function in utils
+            setattr(above, last, module)
     return module

@@ -92,6 +92,7 @@ _INSTEAD = {
     "utils.zero_to_fp32.*": "convert_zero_checkpoint_to_fp32_state_dict, or hf-zero consolidate",
     "utils.*": "the safe_get and safe_set functions, and the leaf modules, of deepspeed.utils",
     "zero.DeepSpeed*": _ZERO,
+    "zero.MiCS*": "mics_shard_size of the JSON",
     "zero.ZeroParamType": _ZERO,
     # The rest of the insides of DeepSpeed.
     "constants": "the variables MASTER_ADDR and MASTER_PORT, as torchrun sets them",

@@ -215,7 +215,7 @@ class PipelineModule(nn.Module):
         self._loss_fn[0] = function
 
     @property
-    def num_layers(self) -> int:
+    def _num_layers(self) -> int:
         """The number of layers of all stages."""
         return len(self._rows)
 
@@ -296,8 +296,8 @@ class PipelineModule(nn.Module):
 
     def stage_owner(self, layer_idx: int) -> int:
         """The stage of a layer."""
-        if not 0 <= layer_idx < self.num_layers:
-            raise ConfigError(f"layer {layer_idx}: there are {self.num_layers}, counted from 0")
+        if not 0 <= layer_idx < self._num_layers:
+            raise ConfigError(f"layer {layer_idx}: there are {self._num_layers}, counted from 0")
         stages = self.grid.pipe_parallel_size
         part = next(part for part, stop in enumerate(self.parts[1:]) if layer_idx < stop)
         return part % stages
@@ -359,11 +359,11 @@ class PipelineModule(nn.Module):
         if not isinstance(self.virtual_stages, int) or self.virtual_stages < 1:
             raise ConfigError(f"virtual_stages={self.virtual_stages!r}: expected the number of chunks of each stage")
         num_parts = num_stages * self.virtual_stages
-        if num_parts > self.num_layers:
+        if num_parts > self._num_layers:
             chunks = f" with {self.virtual_stages} chunks each" if self.virtual_stages > 1 else ""
             raise ConfigError(
-                f"PipelineModule has {self.num_layers} layers for {num_stages} stages{chunks}: stage "
-                f"{self.num_layers % num_stages} would have none. Use at most {self.num_layers} stages in all, or "
+                f"PipelineModule has {self._num_layers} layers for {num_stages} stages{chunks}: stage "
+                f"{self._num_layers % num_stages} would have none. Use at most {self._num_layers} stages in all, or "
                 "split the model into more layers."
             )
         measured = functools.partial(self._measured, is_alone=is_alone)

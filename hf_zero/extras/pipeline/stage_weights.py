@@ -50,7 +50,7 @@ def _batched(state: State) -> Iterator[State]:
 def of_this_stage(state: Mapping[str, torch.Tensor], module: PipelineModule) -> State:
     """Drop the entries of layers of other stages, and of parameters that one of those trains for this one."""
     own = {str(layer) for chunk in range(module.virtual_stages) for layer in module.chunk_layers(chunk)}
-    others = {str(layer) for layer in range(module.num_layers)} - own
+    others = {str(layer) for layer in range(module.parts[-1])} - own
     owner_of = module.canonical_names
     return {name: value for name, value in state.items() if owner_of.get(name, name).partition(".")[0] not in others}
 
