@@ -325,10 +325,25 @@ class FullWeights:
                     for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                         if id(param) in sources:
                             mine[slot.name] = state[sources.pop(id(param))]
-                self.set_unit(unit, mine)
+                if mine:
+                    with self._shown_anew(unit):
+                        self.set_unit(unit, mine)
             for tensor in wanted.values():  # buffers, and parameters that are in no unit
                 if id(tensor) in sources:
                     tensor.copy_(state[sources[id(tensor)]])
+
+    @contextlib.contextmanager
+    def _shown_anew(self, unit: ShardUnit) -> Iterator[None]:
+        """Let blocks for reading show the values that `unit` is given inside this block. All ranks must call."""
+        readers = self._blocks_around([unit])
+        if not readers or any(watch.by_value for watch in readers):
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            for reader in readers:
+                stack.enter_context(reader.leaving_to(EditWatch(unit.flats, by_value=False)))
+            yield
+            self._params.unshard(unit, exact=True)
 
     def set_unit(self, unit: ShardUnit, state: Mapping[str, torch.Tensor]) -> None:
         """Set parameters of a unit that is not in use, masters too, from full tensors. No communication.

@@ -267,6 +267,33 @@ def test_masters_of_a_bf16_run_go_through_a_sharded_model(tmp_path: Path) -> Non
         assert losses[1] != losses[0] > 0
 
 
+def load_while_gathered(stage: int, source: str) -> dict[str, torch.Tensor]:
+    engine = start(stage, seed=99, bf16=True)
+    steps(engine, 5, 6)
+    with hf_zero.gathered_params(engine.module):
+        before = engine.module.blocks[0].up.weight.detach().clone()
+        hf_zero.load_fp32_into(engine.module, source, "last")
+        shown = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+        assert not torch.equal(shown["blocks.0.up.weight"], before)
+    told = pytest.raises(hf_zero.StateError, match="gathered for reading were written to")
+    with told, hf_zero.gathered_params(engine.module), torch.no_grad():
+        hf_zero.load_fp32_into(engine.module, source, "last")
+        engine.module.blocks[0].up.weight.zero_()
+    hf_zero.load_fp32_into(engine.module, source, "last")
+    weights = engine.full_state_dict(keep=True)
+    assert_all_same(shown, weights)
+    steps(engine, 6, 7)
+    return weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_load_inside_gathered_params_shows_the_new_weights(tmp_path: Path, stage: int) -> None:
+    trained = run_ranks(train_and_save, 2, str(tmp_path))[0]
+    for weights in run_ranks(load_while_gathered, 2, stage, str(tmp_path)):
+        assert_all_same(weights, trained)
+
+
 def load_what_does_not_fit(folder: str) -> list[str]:
     engine = start(3, seed=1)
     before = engine.full_state_dict(keep=True)

@@ -299,5 +299,10 @@ def test_builders(tmp_path: Path) -> None:
     assert handle.pwrite(values[:10], path, False, True, 40) == 0 and handle.wait() == 1
     assert handle.read(halves[0][:20], path, False) == 1
     assert torch.equal(halves[0][:20], torch.arange(10, dtype=torch.float32).repeat(2))
+    uneven = importlib.import_module("hf_zero.ops.aio").AsyncIOBuilder().load().aio_handle(1000)
+    assert uneven.get_block_size() == 1000
+    with open(tmp_path / "described", "wb+") as file:
+        assert uneven.async_pwrite(buffer=values, fd=file.fileno()) == 0 and uneven.wait() == 1
+        assert file.read() == values.numpy().tobytes()
     with pytest.raises(hf_zero.native.aio.AioError, match=r"values\.swp"):
         handle.sync_pread(torch.empty(200_000), path)

@@ -15,6 +15,7 @@ import hf_zero
 from hf_zero.extras.deepspeed import optimizer as optimizer_names
 from hf_zero.extras.deepspeed import parameters as parameter_names
 from hf_zero.extras.deepspeed.zero import Init, ZeroParamStatus
+from hf_zero.optim.schedule_types import TYPES
 from tests.harness.ranks import run_ranks
 
 
@@ -135,12 +136,37 @@ def test_the_timer_of_an_engine_counts_epochs_and_samples() -> None:
         ("ops.lion.cpu_lion", "DeepSpeedCPULion"),
         ("ops.lion.fused_lion", "FusedLion"),
         ("comm.comm", "init_distributed is_initialized all_reduce"),
+        ("utils.tensor_fragment", "safe_get_full_grad safe_set_full_fp32_param safe_get_local_grad"),
     ],
 )
 def test_names_by_the_files_that_deepspeed_keeps_them_in(path: str, names: str) -> None:
     """Programs import from these files too."""
     for name in names.split():
         assert getattr(room(path), name) is getattr(room(path.rpartition(".")[0]), name)
+
+
+def test_constants_and_versions() -> None:
+    schedules = room("runtime.lr_schedules")
+    for name in schedules.__all__:
+        value = getattr(schedules, name)
+        if name.isupper() and name.lower() == value:
+            assert name in ("LR_SCHEDULE", "TOTAL_NUM_STEPS") or value in schedule_parameters()
+    assert (schedules.WARMUP_MAX_LR, schedules.ONE_CYCLE) == ("warmup_max_lr", "OneCycle")
+    named = [getattr(schedules, name) for name in "LR_RANGE_TEST WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR".split()]
+    assert {*named, schedules.ONE_CYCLE} == set(schedules.VALID_LR_SCHEDULES)
+    ops, builders = room("ops"), room("ops.op_builder")
+    assert ops.__compatible_ops__[builders.CPUAdamBuilder.NAME] is ops.__compatible_ops__["async_io"] is True
+    assert room("git_version_info").torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
+    newer = room("utils.torch").required_torch_version
+    assert newer(min_version=2.1) and not newer(min_version="99.0") and not newer(max_version=2.1)
+    made = room("accelerator").get_accelerator().HalfTensor([1, 2])
+    assert made.dtype == torch.float16 and made.tolist() == [1.0, 2.0]
+    with pytest.raises(AttributeError, match="has no TensorOfNothing"):
+        room("accelerator").get_accelerator().TensorOfNothing  # noqa: B018
+
+
+def schedule_parameters() -> set[str]:
+    return {name for kind in TYPES.values() for name in kind.params}
 
 
 def test_names_of_optimizers() -> None:
@@ -312,8 +338,9 @@ def test_the_optimizer_moves_states_and_tells_the_loss_scale() -> None:
     engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
     for name in ("offload_states", "reload_states"):
         assert optimizer_names.answer(name, engine.optimizer) == getattr(engine, name)
-    scales = [optimizer_names.answer(name, engine.optimizer) for name in ("cur_scale", "loss_scale")]
-    assert scales == [8.0, 8.0] and engine.loss_scale() == 8.0
+    names = ("cur_scale", "loss_scale", "dynamic_loss_scale")
+    assert [optimizer_names.answer(name, engine.optimizer) for name in names] == [8.0, 8.0, False]
+    assert engine.loss_scale() == 8.0
     engine.teardown()
 
 
@@ -342,6 +369,10 @@ def under_construction() -> None:
     engine = hf_zero.initialize(model=model, config=config_of(3))[0]
     status = [parameter_names.answer("ds_status", one) for one in engine.module.parameters()]
     assert status == [ZeroParamStatus.NOT_AVAILABLE] * 2
+    said = parameter_names.answer("ds_summary", model.head.weight)()
+    assert said["ds_shape"] == (2, 4) and said["status"] == "NOT_AVAILABLE"
+    assert said["ds_tensor.shape"] == parameter_names.answer("ds_tensor", model.head.weight).shape
+    assert said["persist"] is parameter_names.answer("ds_persist", model.head.weight) is False
     is_zero_param = room("runtime.zero.partition_parameters").is_zero_param
     assert all(map(is_zero_param, model.parameters()))
     assert not any(map(is_zero_param, (nn.Parameter(torch.ones(1)), torch.ones(1), None)))

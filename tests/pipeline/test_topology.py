@@ -25,6 +25,9 @@ def test_the_last_axis_is_the_fastest() -> None:
     assert topology.get_axis_comm_lists("pipe") == [[rank, rank + 6] for rank in range(6)]
     assert topology.get_axis_list("data", 1) == [2, 3, 8, 9]
     assert topology.filter_match(pipe=1, model=0) == [6, 8, 10]
+    assert (
+        topology.get_rank_repr(7) == "model_01" and topology.get_rank_repr(7, ("data",), "", "/") == "pipe01/model01"
+    )
     assert topology.get_dim("none") == 0
 
 

@@ -10,6 +10,16 @@ import torch
 
 from hf_zero.native.machine import memory_bytes
 
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
 
 class Accelerator:
     """The accelerator of this process, or the CPU where there is none. Thin: every answer is torch's."""
@@ -118,6 +128,12 @@ class Accelerator:
         return () if device_index is None or self._name == "cpu" else (device_index,)
 
     # ---------------------------------------------------------------- types
+    def __getattr__(self, name: str) -> Any:
+        """Return the function that makes tensors on the device, as FloatTensor([1, 2])."""
+        if name not in _TENSORS:
+            raise AttributeError(f"get_accelerator() has no {name}")
+        return functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
+
     def is_bf16_supported(self) -> bool:
         return self._name == "cpu" or bool(getattr(self._module, "is_bf16_supported", lambda: True)())
 

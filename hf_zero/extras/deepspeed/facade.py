@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Gradients are not clipped where the file does not say so, which DeepSpeed changed in 0.19.3.
 VERSION = "0.19.2"
+MAJOR, MINOR, PATCH = map(int, VERSION.split("."))
+NO_GIT = "[none]"  # as DeepSpeed says of a release
 _DEEPSPEED = "deepspeed"
 # These look for the package when they are loaded.
 _LOOK_FOR_IT = ("accelerate", "transformers")
@@ -149,7 +151,7 @@ def _count_processes_on_cpu(state: Any) -> None:
 
 def _name_parameters(module: Any) -> None:
     """Give parameters of torch the attributes that DeepSpeed gives those of stage 3."""
-    for name in ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_tensor"):
+    for name in ("ds_id", "ds_numel", "ds_persist", "ds_shape", "ds_status", "ds_summary", "ds_tensor"):
         setattr(module.Parameter, name, _answered("parameters", name))
     module.Parameter.ds_active_sub_modules = property(lambda _: set())
 
@@ -170,8 +172,8 @@ def _name_modules(module: Any) -> None:
 
 def _name_partitions(module: Any) -> None:
     """Give optimizers the attributes that programs read of DeepSpeed's, such as its hooks at stage 3."""
-    names = "cur_scale loss_scale fp32_partitioned_groups_flat single_partition_of_fp32_groups parameter_offload"
-    for name in f"{names} offload_states reload_states".split():
+    names = "cur_scale loss_scale dynamic_loss_scale fp32_partitioned_groups_flat single_partition_of_fp32_groups"
+    for name in f"{names} parameter_offload offload_states reload_states".split():
         setattr(module.ShardedOptimizer, name, _answered("optimizer", name))
 
 

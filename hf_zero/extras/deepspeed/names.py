@@ -40,8 +40,12 @@ _ZERO = {
 }
 _SCHEDULES = {
     "hf_zero.optim": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
-    f"{_OURS}.tuning_arguments": "add_tuning_arguments get_config_from_args",
-    f"{_OURS}.utils": "VALID_LR_SCHEDULES",
+    f"{_OURS}.tuning_arguments": """add_tuning_arguments get_config_from_args VALID_LR_SCHEDULES
+    LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR WARMUP_LOG_RATE WARMUP_LINEAR_RATE
+    LR_SCHEDULE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE
+    CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE
+    CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR
+    WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS""",
 }
 _LOADER = {f"{_OURS}.data_loader": "DeepSpeedDataLoader"}
 _SEED = {"accelerate.utils": "set_random_seed=set_seed"}
@@ -88,7 +92,8 @@ ROOT = {
     "hf_zero.engine.script_arguments": "add_config_arguments",
     "hf_zero.distributed.processes": "init_distributed",
     f"{_OURS}.accelerator": "get_accelerator",
-    f"{_OURS}.facade": "__version__=VERSION version=VERSION",
+    f"{_OURS}.facade": """__version__=VERSION version=VERSION __version_major__=MAJOR __version_minor__=MINOR
+    __version_patch__=PATCH __git_branch__=NO_GIT __git_hash__=NO_GIT""",
 }
 
 # Path below hf_zero -> {module: its names}. "other=name" gives a name of the module under another one.
@@ -105,8 +110,13 @@ PATHS: dict[str, dict[str, str]] = {
         f"{_OURS}.utils": "recursive_setattr",
     },
     "checkpoint.utils": {f"{_OURS}.utils": "clone_tensors_for_torch_save"},
-    "git_version_info": {f"{_OURS}.facade": "version=VERSION"},
+    "git_version_info": {
+        f"{_OURS}.facade": "git_branch=NO_GIT git_hash=NO_GIT version=VERSION",
+        f"{_OURS}.op_builder": "installed_ops=COMPATIBLE_OPS",
+        f"{_OURS}.utils": "torch_info=TORCH_INFO",
+    },
     "launcher.runner": {"hf_zero.extras.launcher.forwarding": "DEEPSPEED_ENVIRONMENT_NAME=DEEPSPEED_FILE"},
+    "ops": {f"{_OURS}.op_builder": "__compatible_ops__=COMPATIBLE_OPS"},
     "ops.adagrad": _ADAGRAD,
     "ops.adagrad.cpu_adagrad": _ADAGRAD,
     "ops.adam": _ADAM,
@@ -176,7 +186,9 @@ PATHS: dict[str, dict[str, str]] = {
         f"{_OURS}.comm": "_get_data_parallel_group=get_world_group get_data_parallel_group=get_world_group",
     },
     "utils.logging": _LOGGING,
+    "utils.tensor_fragment": _ACCESS,
     "utils.timer": {f"{_OURS}.timer": "SynchronizedWallClockTimer ThroughputTimer"},
+    "utils.torch": {f"{_OURS}.utils": "required_torch_version"},
     "utils.z3_leaf_module": {f"{_OURS}.utils": f"{_LEAVES} z3_leaf_module"},
     "utils.zero_to_fp32": {
         f"{_OURS}.zero_to_fp32": """convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint

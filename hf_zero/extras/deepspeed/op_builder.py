@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 import hf_zero.optim
 from hf_zero.config.resolved import Aio
+from hf_zero.errors import ConfigError
 from hf_zero.native.aio import AioFile, AioQueue
 from hf_zero.native.host_memory import transfer_memory
 from hf_zero.native.library import has_library, library
 
+_PAGE = 4096
+
 
 class OpBuilder:
     """An operation of DeepSpeed's. Here it is torch's, or the native library's."""
+
+    NAME: ClassVar[str]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         return True
@@ -28,6 +34,8 @@ class OpBuilder:
 
 
 class CPUAdamBuilder(OpBuilder):
+    NAME = "cpu_adam"
+
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the native library is there."""
         return has_library()
@@ -38,12 +46,16 @@ class CPUAdamBuilder(OpBuilder):
 
 
 class AsyncIOBuilder(CPUAdamBuilder):
+    NAME = "async_io"
+
     def load(self, verbose: bool = False) -> Any:
         """Return the module that has `aio_handle`."""
         return sys.modules[__name__]
 
 
 class UtilsBuilder(OpBuilder):
+    NAME = "utils"
+
     def load(self, verbose: bool = False) -> Any:
         """Return what has torch's `flatten` and `unflatten` of dense tensors."""
         return SimpleNamespace(
@@ -51,19 +63,37 @@ class UtilsBuilder(OpBuilder):
         )
 
 
-class CPUAdagradBuilder(OpBuilder): ...
+class CPUAdagradBuilder(OpBuilder):
+    NAME = "cpu_adagrad"
 
 
-class CPULionBuilder(OpBuilder): ...
+class CPULionBuilder(OpBuilder):
+    NAME = "cpu_lion"
 
 
-class FusedAdamBuilder(OpBuilder): ...
+class FusedAdamBuilder(OpBuilder):
+    NAME = "fused_adam"
 
 
-class FusedLambBuilder(OpBuilder): ...
+class FusedLambBuilder(OpBuilder):
+    NAME = "fused_lamb"
 
 
-class FusedLionBuilder(OpBuilder): ...
+class FusedLionBuilder(OpBuilder):
+    NAME = "fused_lion"
+
+
+_BUILDERS = (
+    AsyncIOBuilder,
+    CPUAdagradBuilder,
+    CPUAdamBuilder,
+    CPULionBuilder,
+    FusedAdamBuilder,
+    FusedLambBuilder,
+    FusedLionBuilder,
+    UtilsBuilder,
+)
+COMPATIBLE_OPS = {one.NAME: one().is_compatible() for one in _BUILDERS}
 
 
 class aio_handle:
@@ -82,16 +112,24 @@ class aio_handle:
         intra_op_parallelism: int = 1,
     ) -> None:
         self._settings = Aio(block_size, queue_depth, intra_op_parallelism, single_submit, overlap_events)
-        self._queue = AioQueue(self._settings)
+        # Direct access needs whole pages; how a transfer is cut changes nothing of what it moves.
+        pages = -(-block_size // _PAGE)
+        self._queue = AioQueue(dataclasses.replace(self._settings, block_size=pages * _PAGE))
         self._running: list[tuple[int, AioFile]] = []
 
     def async_pread(self, buffer: torch.Tensor, filename: str | Path, file_offset: int = 0) -> int:
         """Start to fill `buffer`; returns 0."""
         return self._start(buffer, filename, file_offset, write=False)
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: str | Path, file_offset: int = 0) -> int:
-        """Start to write `buffer`, which must not change before `wait`; returns 0."""
-        return self._start(buffer, filename, file_offset, write=True)
+    def async_pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: str | Path | int | None = None,
+        file_offset: int = 0,
+        fd: int | None = None,
+    ) -> int:
+        """Start to write `buffer`, which must not change before `wait`; returns 0. `fd` is that of an open file."""
+        return self._start(buffer, filename if fd is None else fd, file_offset, write=True)
 
     def wait(self) -> int:
         """Wait for all that was started; returns how many operations that were.
@@ -152,8 +190,11 @@ class aio_handle:
     def get_intra_op_parallelism(self) -> int:
         return self._settings.intra_op_parallelism
 
-    def _start(self, buffer: torch.Tensor, filename: str | Path, offset: int, *, write: bool) -> int:
-        file = self._queue.open(filename, write=write, create=write)
+    def _start(self, buffer: torch.Tensor, filename: str | Path | int | None, offset: int, *, write: bool) -> int:
+        if filename is None:
+            raise ConfigError("aio_handle: neither the name nor the descriptor of a file was given")
+        path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else filename
+        file = self._queue.open(path, write=write, create=write)
         transfer = self._queue.write if write else self._queue.read
         self._running.append((transfer(file, buffer, offset), file))
         return 0

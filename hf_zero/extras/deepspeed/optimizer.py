@@ -47,6 +47,7 @@ _STAGES = (0, 1, 2, 3)
 # Attribute -> the stages at which DeepSpeed has it, and what answers it.
 NAMES: dict[str, tuple[tuple[int, ...], Callable[[ZeroEngine, ShardedOptimizer], Any]]] = {
     **dict.fromkeys(("cur_scale", "loss_scale"), (_STAGES, lambda engine, _: engine.loss_scale.value)),
+    "dynamic_loss_scale": (_STAGES, lambda _, optimizer: optimizer.loss_scaler.dynamic),
     "fp32_partitioned_groups_flat": ((3,), _fp32_weights),
     "offload_states": (_STAGES, lambda engine, _: engine.offload_states),
     "parameter_offload": ((3,), _parameter_offload),

@@ -45,11 +45,39 @@ def _tensor(param: nn.Parameter, place: ParamPlace | None) -> torch.Tensor:
     return place.flat.shard.read_slice(place.slice).clone()
 
 
+def _summary(param: nn.Parameter, place: ParamPlace | None) -> Callable[..., dict[str, Any]]:
+    """Return DeepSpeed's method of this name, which gives the other answers as a dict."""
+
+    def summary(use_debug_name: bool = False) -> dict[str, Any]:
+        return {
+            "id": _id(param, place),
+            "status": _status(param, place).name,
+            "numel": param.numel(),
+            "ds_numel": param.numel(),
+            "shape": tuple(param.shape),
+            "ds_shape": tuple(param.shape),
+            "requires_grad": param.requires_grad,
+            "grad_shape": None if param.grad is None else tuple(param.grad.shape),
+            "persist": _persists(param, place),
+            "active_sub_modules": set(),
+            "ds_tensor.shape": None if place is None else _tensor(param, place).shape,
+        }
+
+    return summary
+
+
+def _persists(param: nn.Parameter, place: ParamPlace | None) -> bool:
+    """Say whether the parameter is never sharded: it is below stage3_param_persistence_threshold."""
+    return place is not None and not place.unit.on_demand
+
+
 ANSWERS: dict[str, Callable[[nn.Parameter, ParamPlace | None], Any]] = {
     "ds_id": _id,
     "ds_numel": lambda param, _: param.numel(),
+    "ds_persist": _persists,
     "ds_shape": lambda param, _: param.shape,
     "ds_status": _status,
+    "ds_summary": _summary,
     "ds_tensor": _tensor,
 }
 

@@ -33,6 +33,12 @@ _DEFAULTS: dict[str, Any] = {
     "warmup_min_ratio": 0.01,
     "cos_min_ratio": 0.01,
 }
+VALID_LR_SCHEDULES = list(TYPES)
+LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
+WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+# DeepSpeed has a constant for the name of each option: WARMUP_MIN_LR is "warmup_min_lr".
+globals().update({name.upper(): name for name in ("lr_schedule", "total_num_steps", *_DEFAULTS)})
 _NOT_GIVEN = (None, -1)
 _SWITCH = "cycle_momentum"  # it stays out of the configuration, as in DeepSpeed
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from packaging.version import Version
 from torch import nn
 
 from hf_zero.distributed.processes import join_processes
@@ -16,9 +17,14 @@ from hf_zero.errors import ConfigError
 from hf_zero.extras.monitors.memory_usage import log_memory_usage
 from hf_zero.extras.pipeline.layer_partition import split_balanced, split_uniform
 from hf_zero.extras.pipeline.topology import PipelineGrid, ProcessTopology
-from hf_zero.optim.schedule_types import TYPES
 
-VALID_LR_SCHEDULES = list(TYPES)
+# A release of DeepSpeed says 0.0 of what no kernel of it was built for, and no kernel is here.
+_NOT_BUILT = "0.0"
+TORCH_INFO = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    **dict.fromkeys(("cuda_version", "nccl_version", "hip_version"), _NOT_BUILT),
+    "bf16_support": True,
+}
 
 logger = logging.getLogger("hf_zero")
 
@@ -141,6 +147,15 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return `func`, whose calls torch's profiler shows by its name."""
     decorated: Callable[..., Any] = torch.profiler.record_function(func.__qualname__)(func)
     return decorated
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether the installed torch is not older than `min_version` and not newer than `max_version`."""
+    installed = Version(torch.__version__)
+    return not (
+        (min_version is not None and installed < Version(str(min_version)))
+        or (max_version is not None and installed > Version(str(max_version)))
+    )
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:

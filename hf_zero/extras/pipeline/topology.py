@@ -66,6 +66,18 @@ class ProcessTopology:
             raise ValueError(f"rank {rank} is not in the topology, which has {len(self._coords)} ranks")
         return self._coords[rank]
 
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """The point of a rank as a part of file names, such as "model_01"; "" where all axes are left out.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        coord = self.get_coord(rank)
+        axes = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in axes)
+
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """The lines along an axis: lists of ranks that differ in this coordinate only. [] for an unknown axis."""
         if axis not in self.axes:
