@@ -54,6 +54,7 @@ class PlainScaler:
 
     def __init__(self, rules: LossScaling) -> None:
         self._rules = rules
+        self.scale_window, self.min_scale = rules.window, rules.min_scale
         self.cur_scale = 2.0**rules.initial_power
         self.cur_iter = 0
         self.last_overflow_iter = -1
@@ -65,7 +66,7 @@ class PlainScaler:
     def update(self, overflow: bool) -> list[str]:
         before, lines = self.cur_scale, []
         if overflow:
-            self.cur_scale = max(before / _FACTOR, self._rules.min_scale)
+            self.cur_scale = max(before / _FACTOR, self.min_scale)
             self.last_overflow_iter = self.cur_iter
             lines = [
                 f"Grad overflow on iteration {self.cur_iter}",
@@ -76,7 +77,7 @@ class PlainScaler:
         elif self._is_stable():
             self.cur_scale *= _FACTOR
             lines = [
-                f"No Grad overflow for {self._rules.window} iterations",
+                f"No Grad overflow for {self.scale_window} iterations",
                 f"Increasing dynamic loss scale from {before} to {self.cur_scale}",
             ]
         self.cur_iter += 1
@@ -84,7 +85,7 @@ class PlainScaler:
 
     def _is_stable(self) -> bool:
         clean = self.cur_iter - self.last_overflow_iter - 1
-        return clean > 0 and clean % self._rules.window == 0
+        return clean > 0 and clean % self.scale_window == 0
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -110,7 +111,7 @@ class HysteresisScaler(PlainScaler):
 
     @property
     def is_exhausted(self) -> bool:
-        return self._halves and self.cur_scale <= self._rules.min_scale
+        return self._halves and self.cur_scale <= self.min_scale
 
     @property
     def _halves(self) -> bool:
@@ -125,7 +126,7 @@ class HysteresisScaler(PlainScaler):
         self.last_overflow_iter = self.cur_iter
         start = f"OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {_short(self.cur_scale)}, "
         if self._halves:
-            self.cur_scale = max(self.cur_scale / _FACTOR, self._rules.min_scale)
+            self.cur_scale = max(self.cur_scale / _FACTOR, self.min_scale)
             return [f"{start}reducing to {_short(self.cur_scale)}"]
         self.cur_hysteresis -= 1
         left = self.cur_hysteresis

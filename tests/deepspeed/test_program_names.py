@@ -341,6 +341,24 @@ def test_the_optimizer_moves_states_and_tells_the_loss_scale() -> None:
     names = ("cur_scale", "loss_scale", "dynamic_loss_scale")
     assert [optimizer_names.answer(name, engine.optimizer) for name in names] == [8.0, 8.0, False]
     assert engine.loss_scale() == 8.0
+    with pytest.raises(AttributeError):
+        optimizer_names.answer("scale_window", engine.optimizer)
+    engine.teardown()
+    config = {
+        **config_of(2),
+        "fp16": {"enabled": True, "initial_scale_power": 3, "loss_scale_window": 7, "min_loss_scale": 4},
+    }
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    engine.backward(engine(torch.ones(1, 5).half()).sum())
+    engine.step()
+    dynamic = {
+        "dynamic_loss_scale": True,
+        "scale_window": 7,
+        "min_loss_scale": 4,
+        "cur_iter": 1,
+        "last_overflow_iter": -1,
+    }
+    assert {name: optimizer_names.answer(name, engine.optimizer) for name in dynamic} == dynamic
     engine.teardown()
 
 

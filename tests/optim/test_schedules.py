@@ -241,6 +241,17 @@ def test_a_second_scheduler_starts_from_the_optimizers_own_rates() -> None:
         assert scheduler.max_lrs == [0.1, 0.2]
 
 
+def test_betas_are_told() -> None:
+    optimizer = make_optimizer()
+    scheduler = OneCycle(optimizer, 0.01, 0.1, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
+    told = [scheduler.get_mom()]
+    for _ in range(3):
+        scheduler.step()
+        told.append([group["betas"] for group in optimizer.param_groups])
+        assert scheduler.get_mom() == told[-1]
+    assert [one[0] for one in told] == [pytest.approx((beta1, 0.99)) for beta1 in (0.9, 0.85, 0.8, 0.85)]
+
+
 def test_momentum_without_betas_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = make_optimizer(kind=torch.optim.SGD, momentum=0.85)
     with caplog.at_level(logging.WARNING):

@@ -172,8 +172,9 @@ def _name_modules(module: Any) -> None:
 
 def _name_partitions(module: Any) -> None:
     """Give optimizers the attributes that programs read of DeepSpeed's, such as its hooks at stage 3."""
-    names = "cur_scale loss_scale dynamic_loss_scale fp32_partitioned_groups_flat single_partition_of_fp32_groups"
-    for name in f"{names} parameter_offload offload_states reload_states".split():
+    scale = "cur_iter cur_scale dynamic_loss_scale last_overflow_iter loss_scale min_loss_scale scale_window"
+    weights = "fp32_partitioned_groups_flat single_partition_of_fp32_groups"
+    for name in f"{scale} {weights} parameter_offload offload_states reload_states".split():
         setattr(module.ShardedOptimizer, name, _answered("optimizer", name))
 
 

@@ -43,11 +43,22 @@ def _fp32_weights(engine: ZeroEngine, optimizer: ShardedOptimizer) -> list[torch
     return [torch.cat([one.values for one in mine if one] or [torch.empty(0)]) for mine in pieces]
 
 
+def _of_scaler(name: str) -> Callable[[ZeroEngine, ShardedOptimizer], Any]:
+    return lambda _, optimizer: getattr(optimizer.loss_scaler, name)
+
+
 _STAGES = (0, 1, 2, 3)
+_SCALER = {
+    "cur_iter": "cur_iter",
+    "dynamic_loss_scale": "dynamic",
+    "last_overflow_iter": "last_overflow_iter",
+    "min_loss_scale": "min_scale",
+    "scale_window": "scale_window",
+}
 # Attribute -> the stages at which DeepSpeed has it, and what answers it.
 NAMES: dict[str, tuple[tuple[int, ...], Callable[[ZeroEngine, ShardedOptimizer], Any]]] = {
     **dict.fromkeys(("cur_scale", "loss_scale"), (_STAGES, lambda engine, _: engine.loss_scale.value)),
-    "dynamic_loss_scale": (_STAGES, lambda _, optimizer: optimizer.loss_scaler.dynamic),
+    **{name: (_STAGES, _of_scaler(own)) for name, own in _SCALER.items()},
     "fp32_partitioned_groups_flat": ((3,), _fp32_weights),
     "offload_states": (_STAGES, lambda engine, _: engine.offload_states),
     "parameter_offload": ((3,), _parameter_offload),

@@ -43,16 +43,16 @@ class OneCycle(Schedule):
     ) -> None:
         self._check(locals())
         self.min_lrs, self.max_lrs = per_group(optimizer, cycle_min_lr), per_group(optimizer, cycle_max_lr)
-        self.first, self.second = cycle_first_step_size, cycle_second_step_size
-        if self.second is None:
-            self.second = self.first
-        self.first_stairs, self.second_stairs = cycle_first_stair_count, cycle_second_stair_count
-        if self.second_stairs is None:
-            self.second_stairs = self.first_stairs
+        self.first_step_size, self.second_step_size = cycle_first_step_size, cycle_second_step_size
+        if self.second_step_size is None:
+            self.second_step_size = self.first_step_size
+        self.first_stair_count, self.second_stair_count = cycle_first_stair_count, cycle_second_stair_count
+        if self.second_stair_count is None:
+            self.second_stair_count = self.first_stair_count
         self.decay_step_size = decay_step_size
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
-        self.cycles_betas = cycle_momentum and "betas" in optimizer.defaults
-        if cycle_momentum and not self.cycles_betas:
+        self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
+        if cycle_momentum and not self.cycle_momentum:
             logger.warning(
                 "OneCycle leaves the momentum of %s alone: it has no betas. Set cycle_momentum to false to say so.",
                 type(optimizer).__name__,
@@ -62,7 +62,7 @@ class OneCycle(Schedule):
 
     def rates(self, iteration: int) -> PerGroup:
         ends = zip(self.min_lrs, self.max_lrs, strict=True)
-        if iteration < self._length:
+        if iteration < self.total_size:
             height = self._height(iteration)
             return [lowest + (highest - lowest) * height for lowest, highest in ends]
         return [lowest / self._growth(iteration, self.decay_lr_rate) for lowest, _ in ends]
@@ -70,37 +70,39 @@ class OneCycle(Schedule):
     def momenta(self, iteration: int) -> PerGroup:
         """The first beta of each param group at an iteration."""
         ends = zip(self.min_moms, self.max_moms, strict=True)
-        if iteration < 0:
-            return list(self.min_moms)
-        if iteration < self._length:
+        if iteration < self.total_size:
             height = self._height(iteration)
             return [highest - (highest - lowest) * height for lowest, highest in ends]
         return [highest * self._growth(iteration, self.decay_mom_rate) for _, highest in ends]
 
-    def get_mom(self) -> PerGroup | None:
-        """Return the first beta of each param group; None where it is left alone."""
-        return self.momenta(self.last_batch_iteration) if self.cycles_betas else None
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of each param group by the cycle; None where they are left alone."""
+        if not self.cycle_momentum:
+            return None
+        return [(beta1, CYCLE_BETA2) for beta1 in self.momenta(self.last_batch_iteration)]
 
     @property
-    def _length(self) -> int:
-        return self.first + (self.second or 0)
+    def total_size(self) -> int:
+        """The number of iterations of the cycle; decay begins after them."""
+        return self.first_step_size + (self.second_step_size or 0)
 
     def _height(self, iteration: int) -> float:
         """The height of the cycle: 0 at the bottom, 1 at the top."""
-        place = (iteration + 1) % self._length
-        rises = place <= self.first
-        way, size = (place, self.first) if rises else (self._length - place, self.second or 0)
-        stairs = self.first_stairs if rises else (self.second_stairs or 0)
+        place = (iteration + 1) % self.total_size
+        rises = place <= self.first_step_size
+        way, size = (place, self.first_step_size) if rises else (self.total_size - place, self.second_step_size or 0)
+        stairs = self.first_stair_count if rises else (self.second_stair_count or 0)
         return math.floor(way * stairs / size) / stairs if stairs > 0 else way / size
 
     def _growth(self, iteration: int, rate: float) -> float:
         """The factor that decay divides rates by, and multiplies momenta with, after the cycle."""
         if self.decay_step_size == 0:
             return 1.0
-        return 1 + rate * (iteration - self._length + 1) / self.decay_step_size
+        return 1 + rate * (iteration - self.total_size + 1) / self.decay_step_size
 
     def _go_to(self, iteration: int) -> None:
         super()._go_to(iteration)
-        if self.cycles_betas:
-            for group, beta1 in zip(self.optimizer.param_groups, self.momenta(iteration), strict=False):
+        if self.cycle_momentum:
+            beta1s = self.min_moms if iteration < 0 else self.momenta(iteration)
+            for group, beta1 in zip(self.optimizer.param_groups, beta1s, strict=False):
                 group["betas"] = (beta1, CYCLE_BETA2)
