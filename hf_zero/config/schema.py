@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\s*[+-]?(\d{1,400}(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT])(I?)B?\s*", re.IGNORECASE)
 DTYPES = {
     **dict.fromkeys(("fp32", "float32", "torch.float32", "float"), "float32"),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("bf16", "bfp16", "bfloat16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "torch.float16", "half"), "float16"),
 }
 _WRONG: Any = object()  # a value that does not fit its key

@@ -30,6 +30,11 @@ class StaticScaler:
         self.cur_scale = scale
 
     @property
+    def loss_scale(self) -> float:
+        """The factor of losses now, by DeepSpeed's other name for it."""
+        return self.cur_scale
+
+    @property
     def is_exhausted(self) -> bool:
         """Whether one more overflow could not lower the scale."""
         return False
@@ -47,21 +52,17 @@ class StaticScaler:
         """The scale is the configuration's, not the checkpoint's."""
 
 
-class PlainScaler:
+class PlainScaler(StaticScaler):
     """Dynamic, as at stage 0: every overflow halves the scale, down to the minimum."""
 
     dynamic = True
 
     def __init__(self, rules: LossScaling) -> None:
+        super().__init__(2.0**rules.initial_power)
         self._rules = rules
         self.scale_window, self.min_scale = rules.window, rules.min_scale
-        self.cur_scale = 2.0**rules.initial_power
         self.cur_iter = 0
         self.last_overflow_iter = -1
-
-    @property
-    def is_exhausted(self) -> bool:
-        return False
 
     def update(self, overflow: bool) -> list[str]:
         before, lines = self.cur_scale, []
@@ -151,7 +152,7 @@ def _short(scale: float) -> str:
     return str(int(scale)) if scale >= 1 else str(scale)
 
 
-def make_scaler(rules: LossScaling | None, *, stage: int) -> StaticScaler | PlainScaler:
+def make_scaler(rules: LossScaling | None, *, stage: int) -> StaticScaler:
     """The scaler for `rules`; without any, a scale of 1 that stays."""
     if rules is None:
         return StaticScaler(1.0)

@@ -157,6 +157,8 @@ def test_constants_and_versions() -> None:
     ops, builders = room("ops"), room("ops.op_builder")
     assert ops.__compatible_ops__[builders.CPUAdamBuilder.NAME] is ops.__compatible_ops__["async_io"] is True
     assert room("git_version_info").torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
+    assert room("runtime.swap_tensor").MIN_SWAPPABLE_BYTES == 1 << 20
+    assert issubclass(hf_zero.ConfigError, room("runtime.zero.utils").ZeRORuntimeException)
     newer = room("utils.torch").required_torch_version
     assert newer(min_version=2.1) and not newer(min_version="99.0") and not newer(max_version=2.1)
     made = room("accelerator").get_accelerator().HalfTensor([1, 2])
@@ -340,7 +342,7 @@ def test_the_optimizer_moves_states_and_tells_the_loss_scale() -> None:
         assert optimizer_names.answer(name, engine.optimizer) == getattr(engine, name)
     names = ("cur_scale", "loss_scale", "dynamic_loss_scale")
     assert [optimizer_names.answer(name, engine.optimizer) for name in names] == [8.0, 8.0, False]
-    assert engine.loss_scale() == 8.0
+    assert engine.loss_scale() == engine.optimizer.loss_scaler.loss_scale == 8.0
     with pytest.raises(AttributeError):
         optimizer_names.answer("scale_window", engine.optimizer)
     engine.teardown()

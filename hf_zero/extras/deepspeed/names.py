@@ -151,6 +151,7 @@ PATHS: dict[str, dict[str, str]] = {
         _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
         f"{_OURS}.utils": "PipelineParallelGrid",
     },
+    "runtime.swap_tensor": {f"{_OURS}.offload_config": "MIN_SWAPPABLE_BYTES"},
     "runtime.utils": {
         **_SEED,
         f"{_OURS}.utils": "partition_balanced see_memory_usage",
@@ -165,6 +166,7 @@ PATHS: dict[str, dict[str, str]] = {
         f"{_OURS}.partitioning": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
     },
     "runtime.zero.offload_config": {f"{_OURS}.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum"},
+    "runtime.zero.utils": {"hf_zero.errors": "ZeRORuntimeException=ZeroError"},
     "runtime.zero.stage3": {
         _FORMULAS: """estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold
         estimate_zero3_model_states_mem_needs_all_live"""
