@@ -57,7 +57,7 @@ def _summary(param: nn.Parameter, place: ParamPlace | None) -> Callable[..., dic
             "shape": tuple(param.shape),
             "ds_shape": tuple(param.shape),
             "requires_grad": param.requires_grad,
-            "grad_shape": None if param.grad is None else tuple(param.grad.shape),
+            "grad_shape": None,  # gradients leave the parameter as they are reduced
             "persist": _persists(param, place),
             "active_sub_modules": set(),
             "ds_tensor.shape": None if place is None else _tensor(param, place).shape,
