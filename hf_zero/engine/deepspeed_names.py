@@ -326,6 +326,11 @@ class DeepSpeedNames(ModuleWrapper):
         """`save_16bit_model` under its older name."""
         return self.save_16bit_model(save_dir, save_filename)
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The layers whose gradients travel as sparse tensors: none, for `sparse_gradients` is refused."""
+        return set()
+
     # ---------------------------------------------------------------- memory and end
     def empty_partition_cache(self) -> None:
         """Reshard parameters that were gathered ahead or kept. All ranks must call; not within a step."""

@@ -163,6 +163,8 @@ def test_constants_and_versions() -> None:
     assert newer(min_version=2.1) and not newer(min_version="99.0") and not newer(max_version=2.1)
     made = room("accelerator").get_accelerator().HalfTensor([1, 2])
     assert made.dtype == torch.float16 and made.tolist() == [1.0, 2.0]
+    assert room("accelerator").get_accelerator().random() is torch.random
+    assert room("zero").MiCS_Init is room("zero").Init
     with pytest.raises(AttributeError, match="has no TensorOfNothing"):
         room("accelerator").get_accelerator().TensorOfNothing  # noqa: B018
 
@@ -342,6 +344,7 @@ def test_the_optimizer_moves_states_and_tells_the_loss_scale() -> None:
         assert optimizer_names.answer(name, engine.optimizer) == getattr(engine, name)
     names = ("cur_scale", "loss_scale", "dynamic_loss_scale")
     assert [optimizer_names.answer(name, engine.optimizer) for name in names] == [8.0, 8.0, False]
+    assert engine.sparse_tensor_module_names == set()
     assert engine.loss_scale() == engine.optimizer.loss_scaler.loss_scale == 8.0
     with pytest.raises(AttributeError):
         optimizer_names.answer("scale_window", engine.optimizer)

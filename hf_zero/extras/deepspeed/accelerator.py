@@ -103,6 +103,10 @@ class Accelerator:
         return 0 if self._name == "cpu" else int(getattr(self._module, name)(device_index))
 
     # ---------------------------------------------------------------- random numbers
+    def random(self) -> Any:
+        """Return torch's module of random numbers."""
+        return torch.random
+
     def manual_seed(self, seed: int) -> None:
         """Seed the generator of the device in use."""
         self._random.manual_seed(seed)
