@@ -35,8 +35,8 @@ _LEAVES = """get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_l
 _TILING = {f"{_OURS}.tiling": "TiledLinear TiledLinearReturnBias"}
 _ZERO = {
     **_TILING,
-    f"{_OURS}.zero": """GatheredParameters Init MiCS_Init=Init register_external_parameter unregister_external_parameter
-    unwrap_model_for_generation ZeroParamStatus""",
+    f"{_OURS}.zero": """GatheredParameters Init MiCS_Init=Init register_external_parameter
+    unregister_external_parameter unwrap_model_for_generation ZeroParamStatus""",
 }
 _SCHEDULES = {
     "hf_zero.optim": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
