@@ -17,7 +17,7 @@ from hf_zero.distributed.operation_log import OperationCheck, OperationLog
 from hf_zero.distributed.process_end import tell_others_of_errors
 from hf_zero.distributed.process_group import Link
 from hf_zero.distributed.processes import call_site
-from hf_zero.distributed.store_protocol import LostRankError, publish_reason, published_reason
+from hf_zero.distributed.store_protocol import ENDED, LostRankError, publish_reason, published_reason
 from hf_zero.distributed.torch_calls import TorchCallCheck
 from hf_zero.errors import DivergenceError, StateError, ZeroError
 
@@ -266,7 +266,7 @@ class EngineGroup:
                 f"rank {self.run_rank} of {dist.get_world_size()} ended by {type(error).__name__}: {_gist(error)}\n"
                 f"Raised at: {call_site(error)}\nThe last operations, where known:\n{self._last_operations()}"
             )
-            publish_reason(self.name, DivergenceError(text))
+            publish_reason(self.name, DivergenceError(text), ENDED)
 
     def _last_operations(self) -> str:
         """Return those of this rank, and of the others that wait."""

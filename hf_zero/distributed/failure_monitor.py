@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 
 from hf_zero.distributed.gloo_connections import Connections
-from hf_zero.distributed.store_protocol import published_reason
+from hf_zero.distributed.store_protocol import STOP, published_reason
 from hf_zero.distributed.timeouts import TIMEOUTS
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,14 @@ class FailureMonitor:
         self._ended_at: float | None = None
 
     def look(self) -> bool:
-        """Whether all connections stand; RuntimeError where one has ended: at once if a reason is known."""
+        """Whether all connections stand; RuntimeError where one has ended: at once if its rank wants all to stop.
+
+        A rank that an error ends may have had all messages of this wait, and the error is the other ranks' own then.
+        """
         if not self._connections.has_ended():
             return True
         self._ended_at = self._ended_at or time.monotonic()
-        if published_reason(self._name) is not None or time.monotonic() > self._ended_at + TIMEOUTS.grace:
+        if published_reason(self._name, (STOP,)) is not None or time.monotonic() > self._ended_at + TIMEOUTS.grace:
             raise RuntimeError("another rank closed its connections")
         return False
 

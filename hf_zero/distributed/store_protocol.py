@@ -19,6 +19,8 @@ from hf_zero.errors import DivergenceError, OffloadError, OutOfMemoryError, Stat
 _KINDS: dict[str, type[ZeroError]] = {
     one.__name__: one for one in (DivergenceError, OffloadError, OutOfMemoryError, StateError)
 }
+# Why a rank closed its connections: so that all stop at once, or because an error has ended its process.
+STOP, ENDED = "failure", "ended"
 
 
 class LostRankError(Exception):
@@ -183,20 +185,21 @@ class MessageBox:
             raise LostRankError(f"the key-value store does not answer ({reason})") from error
 
 
-def publish_reason(group: str, reason: ZeroError) -> None:
+def publish_reason(group: str, reason: ZeroError, subject: str = STOP) -> None:
     """Publish why this rank is about to close its connections in `group`, where none has said so before."""
     store = _store()
     with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
         if published_reason(group) is None:
-            store.set(_key(group), f"{type(reason).__name__}\n{reason}")
+            store.set(_key(group, subject), f"{type(reason).__name__}\n{reason}")
 
 
-def published_reason(group: str) -> ZeroError | None:
+def published_reason(group: str, subjects: Sequence[str] = (STOP, ENDED)) -> ZeroError | None:
     """Return what a rank of `group` published, an error of the same kind and text; None if none did."""
     if not dist.is_initialized():
         return None
     try:
-        published = _store().get(_key(group)).decode() if _store().check([_key(group)]) else None
+        key = next((key for one in subjects if _store().check([key := _key(group, one)])), None)
+        published = None if key is None else _store().get(key).decode()
     except RuntimeError:  # the store has gone with the process that held it
         return None
     kind, _, text = (published or "").partition("\n")
@@ -212,5 +215,5 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _key(group: str) -> str:
-    return f"hf_zero/{group}/failure"
+def _key(group: str, subject: str) -> str:
+    return f"hf_zero/{group}/{subject}"

@@ -20,7 +20,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.failure_monitor import FailureMonitor, watch_for
 from hf_zero.distributed.gloo_connections import Connections
 from hf_zero.distributed.work import Pending
-from hf_zero.errors import OffloadError
+from hf_zero.errors import ConfigError, OffloadError
 from tests.harness.ranks import run_ranks
 
 NUMEL = 3 << 22  # 48 MiB: far more than sockets hold, so that a transfer takes tens of milliseconds
@@ -128,6 +128,22 @@ def test_a_rank_that_is_late_has_not_ended() -> None:
     assert late.kind == "DivergenceError"
     assert "desync_timeout is 2 s" in late.message
     assert "have ended" not in late.message
+
+
+def wrong_on_every_rank() -> None:
+    """Rank 2's message to rank 1 comes when the same error has ended rank 0, which needed none."""
+    comm = Comm.join(timeout_s=60)
+    dist.barrier()
+    if comm.rank == 2:
+        time.sleep(1.5)
+    none, one = torch.empty(0, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
+    comm.exchange_bytes([none, one if comm.rank == 2 else none, none], [0, 0, int(comm.rank == 1)], "late")
+    raise ConfigError(f"rank {comm.rank}: a key is wrong")
+
+
+def test_an_error_of_all_ranks_is_each_ones_own() -> None:
+    failures = run_ranks(wrong_on_every_rank, 3, expect_error=True, timeouts={"grace": 5.0})
+    assert [one.message for one in failures] == [f"rank {rank}: a key is wrong" for rank in range(3)]
 
 
 def test_a_wait_can_be_interrupted() -> None:
