@@ -21,10 +21,10 @@ _FACTOR = 2.0
 _MOST_NAMES = 5
 
 
-class StaticScaler:
-    """One scale for ever: a step that overflows is left out."""
+class LossScaler:
+    """The factor of losses. A step that overflows is left out."""
 
-    dynamic = False
+    dynamic: bool
 
     def __init__(self, scale: float) -> None:
         self.cur_scale = scale
@@ -52,7 +52,13 @@ class StaticScaler:
         """The scale is the configuration's, not the checkpoint's."""
 
 
-class PlainScaler(StaticScaler):
+class StaticScaler(LossScaler):
+    """One scale for ever."""
+
+    dynamic = False
+
+
+class PlainScaler(LossScaler):
     """Dynamic, as at stage 0: every overflow halves the scale, down to the minimum."""
 
     dynamic = True
@@ -152,7 +158,7 @@ def _short(scale: float) -> str:
     return str(int(scale)) if scale >= 1 else str(scale)
 
 
-def make_scaler(rules: LossScaling | None, *, stage: int) -> StaticScaler:
+def make_scaler(rules: LossScaling | None, *, stage: int) -> LossScaler:
     """The scaler for `rules`; without any, a scale of 1 that stays."""
     if rules is None:
         return StaticScaler(1.0)

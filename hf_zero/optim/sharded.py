@@ -15,7 +15,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import SharedCall
 from hf_zero.errors import StateError
 from hf_zero.optim.direct_steps import DirectSteps
-from hf_zero.optim.loss_scaler import StaticScaler, StepGuard
+from hf_zero.optim.loss_scaler import LossScaler, StepGuard
 from hf_zero.optim.offload.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.offload.update_worker import UpdateWorker
 from hf_zero.optim.param_groups import OwnedSlice, ShardedGroups
@@ -384,7 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.loss_scaler.cur_scale
 
     @property
-    def loss_scaler(self) -> StaticScaler:
+    def loss_scaler(self) -> LossScaler:
         """The loss scale and the rule by which it changes."""
         return self.guard.scaler
 

@@ -326,15 +326,18 @@ class FullWeights:
                         if id(param) in sources:
                             mine[slot.name] = state[sources.pop(id(param))]
                 if mine:
-                    with self._shown_anew(unit):
+                    with self._unsharded_again(unit):
                         self.set_unit(unit, mine)
             for tensor in wanted.values():  # buffers, and parameters that are in no unit
                 if id(tensor) in sources:
                     tensor.copy_(state[sources[id(tensor)]])
 
     @contextlib.contextmanager
-    def _shown_anew(self, unit: ShardUnit) -> Iterator[None]:
-        """Let blocks for reading show the values that `unit` is given inside this block. All ranks must call."""
+    def _unsharded_again(self, unit: ShardUnit) -> Iterator[None]:
+        """Unshard `unit` again, with the values that it is given here, for the blocks that read it.
+
+        All ranks must call.
+        """
         readers = self._blocks_around([unit])
         if not readers or any(watch.by_value for watch in readers):
             yield
