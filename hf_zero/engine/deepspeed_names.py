@@ -12,18 +12,20 @@ import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_zero.checkpoint.consolidate import published
 from hf_zero.checkpoint.format import ConsolidateError
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
+from hf_zero.engine.loaders import share_loader
 from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import CheckpointError, ConfigError, StateError
@@ -49,6 +51,7 @@ class DeepSpeedNames(ModuleWrapper):
     loss_scale: LossScale
     schedule: StepSchedule
     tput_timer: Any  # of an engine that trains: monitors/step_lines.py
+    shuffles = True  # what it trains on
     _consolidated: tuple[weakref.ref[OrderedDict[str, torch.Tensor]], int] | None = None
 
     @property
@@ -135,6 +138,32 @@ class DeepSpeedNames(ModuleWrapper):
         )
         self.run_comm.note_call(f"set_train_batch_size({train_batch_size})")
         self.schedule.accumulate_over(steps)
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> DataLoader[Any]:
+        """Return a loader of this rank's share of `dataset`, see `share_loader`.
+
+        The share is shuffled for the route "train", but for a pipeline, which takes samples in their order.
+        """
+        return share_loader(
+            dataset,
+            self.comm,
+            self.config,
+            shuffle=self.shuffles and route == "train",
+            batch_size=batch_size,
+            sampler=data_sampler,
+            pin_memory=pin_memory,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers,
+        )
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before the update."""

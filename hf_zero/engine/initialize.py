@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.resolved import DEFAULT
 from hf_zero.distributed.processes import init_distributed, join_processes, wrong_on_all
 from hf_zero.distributed.rank_groups import group_of_mesh
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.loaders import share_loader
 from hf_zero.engine.replace import engines_inside, replace_engines
 from hf_zero.engine.script_arguments import adopt_local_rank, config_of
 from hf_zero.engine.sharded_init import open_construction
@@ -90,10 +90,17 @@ def initialize(
     sharded = engine.attach_optimizer(made) if made is not None else None
     _warn_of_no_clipping(engine, resolved)
     engine.lr_scheduler = choose_scheduler(lr_scheduler, resolved.scheduler, made)
-    loader = None if training_data is None else _make_loader(training_data, engine, collate_fn)
-    if loader is not None and _staged(model) is not None:
-        engine.set_dataloader(loader)
+    loader = None if training_data is None else _loader_of(engine, training_data, collate_fn)
     return engine, sharded, loader, engine.lr_scheduler
+
+
+def _loader_of(
+    engine: ZeroEngine, data: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None
+) -> DataLoader[Any]:
+    loader = share_loader(data, engine.comm, engine.config, shuffle=engine.shuffles, collate_fn=collate_fn)
+    if _staged(engine.module) is not None:
+        engine.set_dataloader(loader)
+    return loader
 
 
 def _check_arguments(model: nn.Module | None, mpu: Any, mesh_param: Any, mesh: DeviceMesh | None) -> nn.Module:
@@ -204,24 +211,6 @@ def new_engine(
 def _warn_of_no_clipping(engine: ZeroEngine, resolved: ResolvedConfig) -> None:
     if engine.optimizer is not None and engine.run_comm.rank == 0 and resolved.origins["gradient_clipping"] == DEFAULT:
         logger.warning("gradient_clipping is not set: gradients are not clipped (DeepSpeed 0.19.3 and later: 1.0)")
-
-
-def _make_loader(
-    data: Dataset[Any], engine: ZeroEngine, collate_fn: Callable[[list[Any]], Any] | None
-) -> DataLoader[Any]:
-    """Return a loader of this rank's share of `data`; where ranks do not divide it, some samples come twice.
-
-    As in DeepSpeed, the share is shuffled, but for a pipeline, which takes samples in their order.
-    """
-    shuffle = _staged(engine.module) is None
-    sampler: DistributedSampler[Any] = DistributedSampler(data, engine.world_size, engine.rank, shuffle)
-    return DataLoader(
-        data,
-        batch_size=engine.config.train_micro_batch_size_per_gpu,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=engine.config.dataloader_drop_last,
-    )
 
 
 def _make_optimizer(

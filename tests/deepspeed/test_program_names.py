@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,79 @@ def test_a_loader_of_one_process_has_all_data() -> None:
     assert sorted(int(one) for batch in whole for one in batch) == list(range(8))
     with pytest.raises(NotImplementedError, match=r"runtime\.data_pipeline: use a sampler"):
         loader([1], 1, False, -1, None, deepspeed_dataloader_config={"curriculum_learning": True})
+
+
+def loaded_by_engine() -> tuple[list[int], ...]:
+    config = {"train_batch_size": 4, "optimizer": {"type": "Adam"}}
+    engine, _, loader, _ = hf_zero.initialize(model=nn.Linear(2, 1), config=config, training_data=list(range(8)))
+    loaders = (loader, engine.deepspeed_io(list(range(8)), 4, route="eval"))
+    return tuple([number for batch in one for number in batch.tolist()] for one in loaders)
+
+
+def test_an_engine_makes_loaders() -> None:
+    (trained, first), (also_trained, second) = run_ranks(loaded_by_engine, 2)
+    assert sorted(trained + also_trained) == list(range(8)) and trained != [0, 2, 4, 6]  # it is shuffled
+    assert (first, second) == ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
+# -------------------------------------------------------------------- numbers, checkpoints, pieces
+def monitored(folder: str) -> bool:
+    """Write a number of the program's own, as each rank of it does."""
+    config = {"train_batch_size": 2, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    monitors = room("runtime.config").DeepSpeedConfig(config).monitor_config
+    assert room("monitor.csv_monitor").csvMonitor(monitors.csv_monitor).job_name == "run"
+    master = room("monitor.monitor").MonitorMaster(monitors)
+    for samples in (2, 4):
+        master.write_events([("Eval/loss", torch.tensor(0.5 * samples), samples)])
+    return bool(master.enabled)
+
+
+def test_a_program_has_monitors_for_its_own_numbers(tmp_path: Path) -> None:
+    assert run_ranks(monitored, 2, str(tmp_path), as_deepspeed=True) == [True, True]
+    assert (tmp_path / "run" / "Eval_loss.csv").read_text().splitlines() == ["step,loss", "2,1.0", "4,2.0"]
+    default = room("monitor.config").DeepSpeedMonitorConfig()
+    assert not default.enabled and default.wandb.project == "deepspeed"
+
+
+def linear(stage: int) -> Any:
+    torch.manual_seed(0)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "zero_optimization": zero}
+    engine = hf_zero.initialize(model=nn.Linear(3, 1), config=config)[0]
+    engine.backward(engine(torch.ones(1, 3)).mean())
+    return engine
+
+
+def saved(folder: str) -> tuple[torch.Tensor, list[int]]:
+    engine = linear(3)
+    pieces = [room("utils").safe_get_local_grad(param) for param in engine.parameters()]
+    engine.step()
+    engine.save_checkpoint(folder, tag="step")
+    if engine.rank == 0:
+        options = SimpleNamespace(input_folder=f"{folder}/step", output_folder=f"{folder}/step_universal")
+        room("checkpoint.ds_to_universal").main(options)
+        with pytest.raises(hf_zero.CheckpointError, match="step_universal: it exists"):
+            room("checkpoint.ds_to_universal").main(options)
+    return room("utils").safe_get_full_fp32_param(engine.weight), [len(one) for one in pieces]
+
+
+def test_a_universal_checkpoint_loads_at_another_stage(tmp_path: Path) -> None:
+    weights, numels = zip(*run_ranks(saved, 4, str(tmp_path)), strict=True)
+    # Each of the four ranks has one of the four numbers, and so no element of the weight, or of the bias.
+    assert [sum(column) for column in zip(*numels, strict=True)] == [3, 1] and 0 in numels[0]
+    engine = linear(2)
+    assert not torch.equal(engine.weight, weights[0])
+    engine.load_checkpoint(tmp_path, tag="step_universal")
+    assert torch.equal(engine.weight, weights[0])
+
+
+def test_frozen_parameters_have_no_local_values() -> None:
+    model = nn.Linear(3, 1)
+    model.bias.requires_grad_(False)
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
+    hf_zero.initialize(model=model, config=config)
+    local = room("utils").safe_get_local_fp32_param
+    assert local(model.bias) is None and local(model.weight).shape == (3,)
 
 
 # -------------------------------------------------------------------- time
@@ -222,6 +296,14 @@ def test_options_of_a_schedule() -> None:
         engine.step()
         rates += engine.get_lr()
     assert max(rates) == rates[3] == pytest.approx(0.5) and rates[7] == pytest.approx(0.1)
+    params: dict[str, Any] = {"cycle_max_lr": 1.0, "warmup_num_steps": 7}
+    schedules.override_1cycle_params(parser.parse_args(["--cycle_max_lr", "0.5"]), params)
+    assert (params["cycle_max_lr"], params["warmup_num_steps"]) == (0.5, 7)
+    schedules.override_params(parser.parse_args([]), params)
+    assert params["warmup_num_steps"] == 1000
+    assert schedules.get_lr_from_config(block) == (0.5, "")
+    for given, said in ({"type": "Sine", "params": {}}, "Sine is not"), ({"params": {}}, "type not defined"):
+        assert schedules.get_lr_from_config(given)[0] is None and said in schedules.get_lr_from_config(given)[1]
     for given, said in (([], "not specified"), (["--lr_schedule", "Sine"], "Sine is not supported")):
         block, wrong = schedules.get_config_from_args(parser.parse_args(given))
         assert block is None and said in wrong
@@ -249,6 +331,8 @@ def test_tiles_that_return_their_bias(bias: bool) -> None:
 
 def test_parts_of_a_row_of_layers() -> None:
     utils = room("runtime.utils")
+    assert utils.prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
+    assert utils.call_to_str("Layer", 3, "gelu", bias=False) == "Layer(3, 'gelu', bias=False)"
     assert utils.partition_uniform(7, 3) == [0, 3, 5, 7] and utils.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
     assert utils.partition_balanced([1, 2, 5, 1], 2) == [0, 2, 4]
     assert utils.partition_balanced([3, 4], 3) == [0, 1, 2, 2]

@@ -170,6 +170,11 @@ def _name_modules(module: Any) -> None:
     module.Module.ds_external_parameters = lambda _: iter(())
 
 
+def _name_monitors(module: Any) -> None:
+    """Give configurations the blocks of their monitors, of which programs make monitors for numbers of their own."""
+    module.ResolvedConfig.monitor_config = _answered("monitor", "monitor_config")
+
+
 def _name_partitions(module: Any) -> None:
     """Give optimizers the attributes that programs read of DeepSpeed's, such as its hooks at stage 3."""
     scale = "cur_iter cur_scale dynamic_loss_scale last_overflow_iter loss_scale min_loss_scale scale_window"
@@ -233,6 +238,7 @@ def _save_in_own_ways(module: Any) -> None:
 # Modules of others are changed once they are loaded.
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "accelerate.state": _count_processes_on_cpu,
+    "hf_zero.config.resolved": _name_monitors,
     "hf_zero.optim.sharded": _name_partitions,
     "hf_zero.sharding.shape_only": _save_empty,
     "torch.nn.modules.module": _name_modules,

@@ -15,7 +15,8 @@ from hf_zero.engine.initialize import shard
 from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.errors import ConfigError
 
-_REFUSED = "replace_with_kernel_inject kernel_inject injection_policy checkpoint quant moe enable_cuda_graph".split()
+_REFUSED = """replace_with_kernel_inject kernel_inject injection_policy checkpoint save_mp_checkpoint_path quant moe
+    enable_cuda_graph""".split()
 # These keys set the sizes of kernels and their buffers.
 _OF_KERNELS = """max_out_tokens max_tokens min_out_tokens replace_method return_tuple set_empty_params
     triangular_masking transposed_mode use_triton""".split()

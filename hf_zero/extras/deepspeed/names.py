@@ -40,7 +40,9 @@ _ZERO = {
 }
 _SCHEDULES = {
     "hf_zero.optim": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
-    f"{_OURS}.tuning_arguments": """add_tuning_arguments get_config_from_args VALID_LR_SCHEDULES
+    f"{_OURS}.tuning_arguments": """add_tuning_arguments get_config_from_args get_lr_from_config
+    override_1cycle_params override_lr_range_test_params override_params override_warmupCosineLR_params
+    override_warmupLR_params VALID_LR_SCHEDULES
     LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR WARMUP_LOG_RATE WARMUP_LINEAR_RATE
     LR_SCHEDULE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE
     CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE
@@ -109,6 +111,8 @@ PATHS: dict[str, dict[str, str]] = {
         "accelerate.utils": "recursive_getattr",
         f"{_OURS}.utils": "recursive_setattr",
     },
+    "checkpoint.constants": {f"{_OURS}.universal": "UNIVERSAL_CHECKPOINT_INFO"},
+    "checkpoint.ds_to_universal": {f"{_OURS}.universal": "main"},
     "checkpoint.utils": {f"{_OURS}.utils": "clone_tensors_for_torch_save"},
     "git_version_info": {
         f"{_OURS}.facade": "git_branch=NO_GIT git_hash=NO_GIT version=VERSION",
@@ -116,6 +120,12 @@ PATHS: dict[str, dict[str, str]] = {
         f"{_OURS}.utils": "torch_info=TORCH_INFO",
     },
     "launcher.runner": {"hf_zero.extras.launcher.forwarding": "DEEPSPEED_ENVIRONMENT_NAME=DEEPSPEED_FILE"},
+    "monitor.comet": {f"{_OURS}.monitor": "CometMonitor"},
+    "monitor.config": {f"{_OURS}.monitor": "DeepSpeedMonitorConfig"},
+    "monitor.csv_monitor": {f"{_OURS}.monitor": "csvMonitor"},
+    "monitor.monitor": {f"{_OURS}.monitor": "CometMonitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor"},
+    "monitor.tensorboard": {f"{_OURS}.monitor": "TensorBoardMonitor"},
+    "monitor.wandb": {f"{_OURS}.monitor": "WandbMonitor"},
     "ops": {f"{_OURS}.op_builder": "__compatible_ops__=COMPATIBLE_OPS"},
     "ops.adagrad": _ADAGRAD,
     "ops.adagrad.cpu_adagrad": _ADAGRAD,
@@ -154,7 +164,7 @@ PATHS: dict[str, dict[str, str]] = {
     "runtime.swap_tensor": {f"{_OURS}.offload_config": "MIN_SWAPPABLE_BYTES"},
     "runtime.utils": {
         **_SEED,
-        f"{_OURS}.utils": "partition_balanced see_memory_usage",
+        f"{_OURS}.utils": "call_to_str partition_balanced prefix_sum_inc see_memory_usage",
         f"{_PIPELINE}.layer_partition": "partition_uniform=split_uniform",
     },
     "runtime.zero": _ZERO,
@@ -242,6 +252,7 @@ def install(root: str = "hf_zero") -> None:
     """Make the paths importable below `root`, and attributes of the modules that they are below."""
     if root != "hf_zero":
         _put(root, ROOT).__file__ = __file__  # programs print where the package lies
+        _put(f"{root}.checkpoint", PATHS["checkpoint.constants"])  # hf_zero.checkpoint is a package of files
     for path, sources in PATHS.items():
         _put(f"{root}.{path}", sources)
 

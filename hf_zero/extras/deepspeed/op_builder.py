@@ -16,8 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.native.aio import AioFile, AioQueue
 from hf_zero.native.host_memory import transfer_memory
 from hf_zero.native.library import has_library, library
-
-_PAGE = 4096
+from hf_zero.storage.swap_folder import ALIGNMENT
 
 
 class OpBuilder:
@@ -93,7 +92,13 @@ _BUILDERS = (
     FusedLionBuilder,
     UtilsBuilder,
 )
-COMPATIBLE_OPS = {one.NAME: one().is_compatible() for one in _BUILDERS}
+
+
+def __getattr__(name: str) -> dict[str, bool]:
+    """Return COMPATIBLE_OPS, whether each operation is there: asked for at its first use, it loads the library."""
+    if name != "COMPATIBLE_OPS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return {one.NAME: one().is_compatible() for one in _BUILDERS}
 
 
 class aio_handle:
@@ -113,8 +118,8 @@ class aio_handle:
     ) -> None:
         self._settings = Aio(block_size, queue_depth, intra_op_parallelism, single_submit, overlap_events)
         # Direct access needs whole pages; how a transfer is cut changes nothing of what it moves.
-        pages = -(-block_size // _PAGE)
-        self._queue = AioQueue(dataclasses.replace(self._settings, block_size=pages * _PAGE))
+        pages = -(-block_size // ALIGNMENT)
+        self._queue = AioQueue(dataclasses.replace(self._settings, block_size=pages * ALIGNMENT))
         self._running: list[tuple[int, AioFile]] = []
 
     def async_pread(self, buffer: torch.Tensor, filename: str | Path, file_offset: int = 0) -> int:

@@ -54,7 +54,7 @@ _INSTEAD = {
     "model_implementations": _GENERATE,
     "module_inject": _GENERATE,
     "moe": "the MoE models of transformers, which stage 3 shards",
-    "monitor": "the blocks of monitors in the JSON, such as tensorboard",
+    "monitor.*": "the blocks of monitors in the JSON, such as tensorboard",
     "ops.deepspeed4science": _KERNELS,
     "ops.fp_quantizer": "torchao",
     "ops.op_builder.*Quantizer*": "torchao",

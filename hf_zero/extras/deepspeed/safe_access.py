@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hf_zero.access import full, local
+from hf_zero.access.param_location import managed_parameter
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -19,16 +20,16 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    return _values(local.local_param(param))
+    return _values(param, local.local_param(param))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the values of `local_grad`. All ranks must call."""
-    return _values(local.local_grad(param))
+    return _values(param, local.local_grad(param))
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    return _values(local.local_optimizer_state(param, optim_state_key))
+    return _values(param, local.local_optimizer_state(param, optim_state_key))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -36,5 +37,11 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     local.set_local_optimizer_state(param, optim_state_key, value)
 
 
-def _values(piece: local.LocalPiece | None) -> torch.Tensor | None:
-    return None if piece is None else piece.values
+def _values(param: nn.Parameter, piece: local.LocalPiece | None) -> torch.Tensor | None:
+    """Return the values of `piece`; no elements where this rank owns none, and None for a frozen parameter."""
+    if not param.requires_grad:
+        return None
+    if piece is not None:
+        return piece.values
+    place = managed_parameter(param, None, "safe_get_local_*")
+    return None if place.slice else torch.empty(0, dtype=place.flat.master_dtype, device=place.engine.device)

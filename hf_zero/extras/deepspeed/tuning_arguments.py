@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.schema import Key
@@ -61,5 +62,46 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
         return None, "--lr_schedule not specified on command line"
     if kind not in TYPES:
         return None, f"{kind} is not supported LR schedule"
+    return {"type": kind, "params": _options(args, kind)}, None
+
+
+def override_params(args: Any, params: dict[str, Any]) -> None:
+    """Put the options that `args` has, of all schedules, into `params`."""
+    for kind in TYPES:
+        params.update(_options(args, kind))
+
+
+def override_lr_range_test_params(args: Any, params: dict[str, Any]) -> None:
+    params.update(_options(args, LR_RANGE_TEST))
+
+
+def override_1cycle_params(args: Any, params: dict[str, Any]) -> None:
+    params.update(_options(args, ONE_CYCLE))
+
+
+def override_warmupLR_params(args: Any, params: dict[str, Any]) -> None:
+    params.update(_options(args, WARMUP_LR))
+
+
+def override_warmupCosineLR_params(args: Any, params: dict[str, Any]) -> None:
+    params.update(_options(args, WARMUP_COSINE_LR))
+
+
+def _options(args: Any, kind: str) -> dict[str, Any]:
+    """Return the options of one schedule that `args` has."""
     given = {name: getattr(args, name, None) for name in TYPES[kind].params if name in _DEFAULTS and name != _SWITCH}
-    return {"type": kind, "params": {name: one for name, one in given.items() if one not in _NOT_GIVEN}}, None
+    return {name: one for name, one in given.items() if one not in _NOT_GIVEN}
+
+
+def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
+    """Return the rate that the block `scheduler` begins or warms up to, or None and why there is none."""
+    missing = next((name for name in ("type", "params") if name not in config), None)
+    if missing is not None:
+        return None, f"LR schedule {missing} not defined in config"
+    kind = config["type"]
+    if kind not in TYPES:
+        return None, f"{kind} is not a valid LR schedule"
+    if kind == WARMUP_COSINE_LR:
+        return None, f"{kind} multiplies the rate of the optimizer: its params have none"
+    name = {LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}.get(kind, "warmup_max_lr")
+    return config["params"][name], ""

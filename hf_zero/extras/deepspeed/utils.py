@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -147,6 +148,17 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return `func`, whose calls torch's profiler shows by its name."""
     decorated: Callable[..., Any] = torch.profiler.record_function(func.__qualname__)(func)
     return decorated
+
+
+def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
+    """Return the sums of the first 1, 2, ... weights."""
+    return list(itertools.accumulate(weights))
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Return the text of a call of `base` with these arguments."""
+    given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    return f"{base}({', '.join(given)})"
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:

@@ -6,7 +6,6 @@ Rank 0 writes. What cannot be written is an error on every rank before the first
 from __future__ import annotations
 
 import atexit
-import importlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -37,9 +36,6 @@ class MonitorsPart(EnginePart):
             return
         problems = []
         if engine.run_comm.rank == 0:
-            if wanted.keys() != {"csv_monitor"}:
-                # The logger that accelerate's trackers call raises without accelerate's state.
-                importlib.import_module("accelerate").PartialState(cpu=engine.comm.computes_on_host)
             for name, section in wanted.items():
                 try:
                     self._monitors.append(TRACKERS[name][1](section))

@@ -174,6 +174,9 @@ def _import(block: str, package: str) -> Any:
 
 def _started(name: str, *args: Any, **kwargs: Any) -> Any:
     """Start one of accelerate's trackers; the import waits until a run asks for one."""
+    device = importlib.import_module("hf_zero.distributed.processes").default_device()
+    # The logger that the trackers call raises without accelerate's state.
+    importlib.import_module("accelerate").PartialState(cpu=device.type == "cpu")
     tracker = getattr(importlib.import_module("accelerate.tracking"), name)(*args, **kwargs)
     tracker.main_process_only = False  # rank 0 alone has one
     tracker.start()

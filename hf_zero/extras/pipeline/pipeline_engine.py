@@ -57,6 +57,7 @@ class PipelineEngine(ZeroEngine):
     """
 
     module: PipelineModule
+    shuffles = False
     reports_class = BatchReports
 
     def __init__(self, module: PipelineModule, config: ResolvedConfig, *, train: bool = True, **given: Any) -> None:
