@@ -19,7 +19,7 @@ from hf_zero.errors import DivergenceError, OffloadError, OutOfMemoryError, Stat
 _KINDS: dict[str, type[ZeroError]] = {
     one.__name__: one for one in (DivergenceError, OffloadError, OutOfMemoryError, StateError)
 }
-# Why a rank closed its connections: so that all stop at once, or because an error has ended its process.
+# A rank closes its connections so that all stop at once, or because an error has ended its process.
 STOP, ENDED = "failure", "ended"
 
 
