@@ -247,6 +247,19 @@ def schedule_parameters() -> set[str]:
     return {name for kind in TYPES.values() for name in kind.params}
 
 
+def test_the_block_of_zero_by_itself() -> None:
+    names = room("runtime.zero.config")
+    block = names.DeepSpeedZeroConfig(stage=3, cpu_offload_param=True, stage3_prefetch_bucket_size=12345)
+    assert block.stage == names.ZeroStageEnum.weights == names.ZeroStageEnum.max_stage
+    assert block.prefetch_bucket_size == block.stage3_prefetch_bucket_size == 12345
+    assert isinstance(block.offload_param, names.DeepSpeedZeroOffloadParamConfig)
+    assert block.offload_param.device == "cpu" and block.offload_optimizer is None
+    assert names.DeepSpeedZeroConfig(offload_optimizer={}).offload_optimizer.device == "none"
+    assert not hasattr(block, "prefetch") and block.reduce_scatter
+    with pytest.raises(ValueError, match="reduce_bucket_size"):
+        names.DeepSpeedZeroConfig(reduce_bucket_size=0)
+
+
 def test_names_of_optimizers() -> None:
     names = room("runtime.config")
     for given, wanted in (("Lamb", names.LAMB_OPTIMIZER), ("adam", names.ADAM_OPTIMIZER), ("SGD", "SGD")):

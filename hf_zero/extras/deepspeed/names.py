@@ -175,6 +175,11 @@ PATHS: dict[str, dict[str, str]] = {
         f"{_OURS}.parameters": "is_zero_param",
         f"{_OURS}.partitioning": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
     },
+    "runtime.zero.config": {
+        f"{_OURS}.zero_config": "DeepSpeedZeroConfig ZeroStageEnum",
+        "hf_zero.config.resolved": """DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer
+        DeepSpeedZeroOffloadParamConfig=OffloadParam""",
+    },
     "runtime.zero.offload_config": {f"{_OURS}.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.utils": {"hf_zero.errors": "ZeRORuntimeException=ZeroError"},
     "runtime.zero.stage3": {
