@@ -51,7 +51,7 @@ class DeepSpeedNames(ModuleWrapper):
     loss_scale: LossScale
     schedule: StepSchedule
     tput_timer: Any  # of an engine that trains: monitors/step_lines.py
-    shuffles = True  # what it trains on
+    shuffles = True  # the samples of a loader that it makes
     _consolidated: tuple[weakref.ref[OrderedDict[str, torch.Tensor]], int] | None = None
 
     @property

@@ -28,10 +28,12 @@ def share_loader(
         sampler: Chooses the samples instead.
         options: The DataLoader's others.
     """
+    if sampler is None:
+        sampler = DistributedSampler(data, comm.world_size, comm.rank, shuffle)
     return DataLoader(
         data,
         batch_size=batch_size or config.train_micro_batch_size_per_gpu,
-        sampler=sampler or DistributedSampler(data, comm.world_size, comm.rank, shuffle),
+        sampler=sampler,
         drop_last=config.dataloader_drop_last,
         **options,
     )

@@ -44,4 +44,6 @@ def _values(param: nn.Parameter, piece: local.LocalPiece | None) -> torch.Tensor
     if piece is not None:
         return piece.values
     place = managed_parameter(param, None, "safe_get_local_*")
-    return None if place.slice else torch.empty(0, dtype=place.flat.master_dtype, device=place.engine.device)
+    if place.slice is not None:  # there is no gradient or no state of it yet
+        return None
+    return torch.empty(0, dtype=place.flat.master_dtype, device=place.engine.device)
