@@ -119,7 +119,7 @@ def saved(folder: str) -> tuple[torch.Tensor, list[int]]:
     if engine.rank == 0:
         options = SimpleNamespace(input_folder=f"{folder}/step", output_folder=f"{folder}/step_universal")
         room("checkpoint.ds_to_universal").main(options)
-        with pytest.raises(hf_zero.CheckpointError, match="step_universal: it exists"):
+        with pytest.raises(hf_zero.CheckpointError, match="step_universal exists: name a new folder"):
             room("checkpoint.ds_to_universal").main(options)
     return room("utils").safe_get_full_fp32_param(engine.weight), [len(one) for one in pieces]
 

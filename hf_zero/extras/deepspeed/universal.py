@@ -9,10 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
-from hf_zero.checkpoint.folders import holds_nothing
 from hf_zero.checkpoint.format import manifest_path
 from hf_zero.conversion.deepspeed import convert
-from hf_zero.errors import CheckpointError
+from hf_zero.conversion.target import new_folder
 
 # The key of what Megatron's programs give `save_checkpoint` in client_state, for this conversion.
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
@@ -31,12 +30,11 @@ def main(args: Arguments) -> None:
     Call on one rank.
 
     Raises:
-        CheckpointError: `input_folder` holds no whole checkpoint, or `output_folder` is not empty.
+        CheckpointError: `input_folder` holds no whole checkpoint, or `output_folder` exists.
     """
     source, target = Path(args.input_folder), Path(args.output_folder)
     if not manifest_path(source).is_file():
         convert(source, target)
         return
-    if not holds_nothing(target):
-        raise CheckpointError(f"cannot write {target}: it exists. Name another output_folder, or remove it.")
-    shutil.copytree(source, target, dirs_exist_ok=True)
+    with new_folder(target) as beside:
+        shutil.copytree(source, beside, dirs_exist_ok=True)
