@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         dist.all_gather_object(everyone, mine)
         moved[name] = [sum(values) for values in zip(*everyone, strict=True)]
     anonymous = [None] * dist.get_world_size()
-    dist.all_gather_object(anonymous, _anonymous_peak())
+    dist.all_gather_object(anonymous, benchlib.anonymous_peak())
     return {
         "numel": numel,
         "series": {name: vars(one) for name, one in series.items()},
@@ -106,11 +106,6 @@ def _moved(variant: Zero) -> tuple[int, int]:
     """Bytes read from and written to disk by this rank."""
     stats = variant.engine.placements.stats().values()
     return sum(one.bytes_read for one in stats), sum(one.bytes_written for one in stats)
-
-
-def _anonymous_peak() -> int:
-    """Peak resident bytes of this process without those of libraries; swap files are read past the page cache."""
-    return benchlib.resident("VmHWM") - benchlib.resident("RssFile") - benchlib.resident("RssShmem")
 
 
 # ---------------------------------------------------------------- in the launcher

@@ -8,7 +8,8 @@
 
 Every variant trains its own copy of the same model on the same data inside the same processes, a few steps in turn.
 Read the ratios: medians over rounds of the ratio within a round. CPU seconds (all threads of all ranks) hardly move
-with the load of the machine. The run fails if the losses of the variants differ.
+with the load of the machine. The run fails if the losses of the variants differ. With one variant it tells the peak of
+memory too: variants of one process share that.
 
 Variants: plain (one rank only), ddp, fsdp2 (fully_shard per decoder layer and on the root), zero0 ... zero3 (hf_zero,
 stage3_param_persistence_threshold 10 x hidden, as transformers' "auto"), zero3-p0 (threshold 0), zero3-auto (bucket
@@ -228,13 +229,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         sizes = {f"/{size.layers}": size for size in LAYER_CUTS}
     variants: dict[str, Torch | Zero | DeepSpeed] = {}
     size_of: dict[str, ModelSize] = {}
-    numel: dict[str, int] = {}
+    numel = {suffix: sum(param.numel() for param in _built(size).parameters()) for suffix, size in sizes.items()}
+    benchlib.restart_peak()
+    before = benchlib.resident()
     for suffix, size in sizes.items():
         for variant in args.variants:
             name = variant + suffix
             size_of[name] = size
             variants[name] = make_variant(variant, size, args)
-        numel[suffix] = sum(param.numel() for param in _built(size).parameters())
 
     device = benchlib.compute_device(args.device)
 
@@ -252,7 +254,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for name, made in variants.items():
         made.backward(made.forward(batch_of(name, len(series[name].losses))))
         memory[name] = made.state_bytes()
-    return {"numel": numel, "series": {name: vars(one) for name, one in series.items()}, "state_bytes": memory}
+    peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, benchlib.anonymous_peak() - before)
+    return {
+        "numel": numel,
+        "series": {name: vars(one) for name, one in series.items()},
+        "state_bytes": memory,
+        "peak": max(peaks),
+    }
 
 
 # ---------------------------------------------------------------- in the launcher
@@ -264,6 +273,8 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> tuple[str, bool]
         lines += per_layer_table(args, series)
     else:
         lines += step_table(series, result["numel"][""], result["state_bytes"])
+    if len(series) == 1 and args.device == "cpu":
+        lines.append(f"Peak memory: {result['peak'] / 1e6:.0f} MB of the rank with most, beside a copy of the model.")
     lines.append(f"Other processes kept {benchlib.cores_of_others(series.values()):.1f} cores busy during the run.")
     agree = _losses_agree(args, series, lines)
     return "\n".join(lines), agree

@@ -180,6 +180,11 @@ def restart_peak() -> int:
     return resident("VmRSS")
 
 
+def anonymous_peak() -> int:
+    """Return the peak resident bytes since `restart_peak`, without those of libraries and of files' cached pages."""
+    return resident("VmHWM") - resident("RssFile") - resident("RssShmem")
+
+
 def tell(args: argparse.Namespace, result: Mapping[str, Any], text: str) -> None:
     """Print `text`, and with --json FILE write the result there; "-" prints the result instead."""
     if args.json:

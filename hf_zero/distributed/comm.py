@@ -86,6 +86,7 @@ class Comm:
         self.routes: RankGroups | None = None  # gathers and reduce-scatters take two steps: [Note: Two steps]
         self.quantizes = frozenset[Quantized]()  # see quantize
         self._hosts: list[str] = []  # of the run's ranks
+        self._per_host = 1  # the ranks of this one's group on each host; 1 where these are not the same number
         self.observers: list[Observer] = []
         self.join_block: JoinBlock | None = None  # while ranks without data follow the others
         self._starting: Callable[[Pending], None] | None = None  # tells the observers of the operation that starts
@@ -116,9 +117,9 @@ class Comm:
         assert self._processes.link is not None
         self.coalesces = self._processes.link.coalesces(self.device)
         self._find_connections(self._processes)
-        size = ranks_per_host([self._hosts[rank] for rank in groups[self._processes.number]])
-        if self.backend == "gloo" and size is not None and 1 < size < self.world_size:
-            self.routes = RankGroups.of(self.rank, self.world_size, size)
+        self._per_host = ranks_per_host([self._hosts[rank] for rank in groups[self._processes.number]]) or 1
+        if self.backend == "gloo" and 1 < self._per_host < self.world_size:
+            self.routes = RankGroups.of(self.rank, self.world_size, self._per_host)
         leave_cleanly_at_exit()
 
     def _find_connections(self, group: EngineGroup) -> None:
@@ -771,7 +772,7 @@ class Comm:
 
     def _message_steps(self, groups: RankGroups, *, quantized: bool = False) -> MessageSteps:
         assert self._processes is not None
-        return MessageSteps(groups, self.rank, self._processes.log.tag, quantized)
+        return MessageSteps(groups, self.rank, self._processes.log.tag, self._per_host, quantized)
 
     def _device_steps(self, groups: RankGroups, *, quantized: bool = False) -> DeviceSteps:
         assert self._processes is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,9 +28,26 @@ class RankGroups:
 
     @classmethod
     def of(cls, rank: int, world_size: int, size: int, *, replicates: bool = False) -> RankGroups:
-        first = rank - rank % size
-        inside, across = tuple(range(first, first + size)), tuple(range(rank % size, world_size, size))
-        return cls(size, inside, across, replicates)
+        return cls.among(range(world_size), rank, size, replicates=replicates)
+
+    @classmethod
+    def among(cls, ranks: Sequence[int], rank: int, size: int, *, replicates: bool = False) -> RankGroups:
+        """Return the groups of `size` that `ranks` form."""
+        place = ranks.index(rank)
+        first = place - place % size
+        return cls(size, tuple(ranks[first : first + size]), tuple(ranks[place % size :: size]), replicates)
+
+    @classmethod
+    @functools.lru_cache
+    def of_hosts(cls, ranks: tuple[int, ...], rank: int, per_host: int) -> RankGroups | None:
+        """Return the groups that the ranks of each host form among `ranks`; None where none has several of them, where
+        all are on one, or where one has more than another.
+
+        Args:
+            per_host: The ranks of a host, which are consecutive.
+        """
+        size = ranks_per_host([one // per_host for one in ranks])
+        return cls.among(ranks, rank, size) if size is not None and 1 < size < len(ranks) else None
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -49,7 +67,7 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def ranks_per_host(hosts: Sequence[str]) -> int | None:
+def ranks_per_host(hosts: Sequence[Hashable]) -> int | None:
     """Return the number of consecutive ranks of each host, None if they differ or are not consecutive.
 
     Args:

@@ -19,13 +19,16 @@ all: a gather is its second step, and after the first step of a reduce the ranks
 
 Where the steps are `quantized`, what crosses is 8-bit blocks, each quantized once: a part before a gather, from which
 its owner fills its row too, and a group's sums before they are added up. All else is exact.
+
+Over gloo a group may have ranks on several hosts, and a host ranks of several groups: the exchanges of each step take
+two steps themselves then, with the ranks of hosts as groups, and what crosses between hosts is quantized.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,11 +43,16 @@ from hf_zero.distributed.torch_names import all_gather_single, reduce_scatter_si
 # ---------------------------------------------------------------- over gloo, called in a thread of a link
 @dataclass(frozen=True)
 class MessageSteps:
-    """The steps as messages that carry `tag` between the ranks of torch's `group`."""
+    """The steps as messages that carry `tag` between the ranks of torch's `group`.
+
+    Args:
+        per_host: The ranks of each host; 1 where that is not the same number. See Exchanges.
+    """
 
     groups: RankGroups
     rank: int
     tag: int
+    per_host: int
     quantized: bool = False
 
     def gather(
@@ -56,15 +64,9 @@ class MessageSteps:
             full: The parts of all ranks.
             row: The parts of the ranks at this one's place, which may be those of `full`.
         """
-        if part is not None and self.quantized:
-            messages = quantize(part.unsqueeze(0)).expand(self.groups.number, -1)
-            for piece, values in dequantize(self._cross(messages, group), part.numel()):
-                for place, one in zip(row, values, strict=True):
-                    place[piece] = one
-        elif part is not None:
-            self._run([(row, [part] * self.groups.number)], self.groups.across, group)
-        mine = [[one] * self.groups.size for one in row]
-        self._run(zip(self._by_group(full), mine, strict=True), self.groups.inside, group)
+        if part is not None:
+            self._across(group).gather([(row, part)])
+        self._inside(group).gather([*zip(self._by_group(full), row, strict=True)])
 
     def reduce(
         self, out: torch.Tensor, full: torch.Tensor, received: torch.Tensor, sums: torch.Tensor, group: Any
@@ -76,55 +78,117 @@ class MessageSteps:
             sums: Memory for a row, of `out`'s type. Sums travel in that of `full`.
         """
         self.reduce_inside(sums, full, received, group)
-        if self.groups.replicates:
-            self._all_reduce_across(out, sums.to(full.dtype), group)
+        across = self._across(group)
+        if not self.groups.replicates:
+            # The memory is free again: its parts have been summed.
+            across.reduce([(out, sums.chunk(self.groups.number), received[: sums.numel()])])
             return
-        number = self.groups.number
-        if self.quantized:
-            sum_messages(out, self._cross(quantize(sums.view(number, -1)), group))
-            return
-        by_group = received[: sums.numel()].view(number, -1)  # what was received has been summed
-        sent = sums.to(full.dtype).view(number, -1)
-        self._run([(by_group.unbind(), sent.unbind())], self.groups.across, group)
-        _sum(by_group, out)
+        # An all-reduce: each rank across adds a part up, in `out`'s type, and sends it to the others.
+        parts, totals = (one.tensor_split(len(self.groups.across)) for one in (sums, out))
+        mine = totals[self.groups.across.index(self.rank)]
+        across.reduce([(mine, parts, full.new_empty(len(parts) * parts[0].numel()))])
+        across.gather([(totals, mine)])
 
     def reduce_inside(self, row: torch.Tensor, full: torch.Tensor, received: torch.Tensor, group: Any) -> None:
         """Make the first step alone: `row` becomes this group's sums for it."""
-        size, number = self.groups.size, self.groups.number
-        places = [list(one) for one in received.view(size, number, -1).unbind(1)]
-        self._run(zip(places, self._by_group(full.chunk(size * number)), strict=True), self.groups.inside, group)
-        _sum(received.view(size, -1), row)
+        number = self.groups.number
+        parts = self._by_group(full.chunk(self.groups.size * number))
+        self._inside(group).reduce([*zip(row.chunk(number), parts, received.chunk(number), strict=True)])
 
-    def _all_reduce_across(self, out: torch.Tensor, sums: torch.Tensor, group: Any) -> None:
-        """Sum `sums` over the ranks across: each adds a part up, in `out`'s type, and sends it to the others."""
-        ranks = self.groups.across
-        mine = ranks.index(self.rank)
-        parts, totals = sums.tensor_split(len(ranks)), out.tensor_split(len(ranks))
-        places = sums.new_empty(len(ranks), parts[mine].numel())
-        self._run([(places.unbind(), parts)], ranks, group)
-        _sum(places, totals[mine])
-        self._run([(totals, [totals[mine]] * len(ranks))], ranks, group)
+    def _inside(self, group: Any) -> Exchanges:
+        return Exchanges(self.groups.inside, self.rank, self.tag, self.per_host, group)
 
-    def _cross(self, messages: torch.Tensor, group: Any) -> torch.Tensor:
-        """Send the i-th message to the i-th rank across; return what comes."""
-        received = torch.empty(messages.shape, dtype=messages.dtype, device=messages.device)
-        self._run([(received.unbind(), messages.unbind())], self.groups.across, group)
-        return received
+    def _across(self, group: Any) -> Exchanges:
+        return Exchanges(self.groups.across, self.rank, self.tag, self.per_host, group, self.quantized)
 
     def _by_group(self, parts: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         return [parts[start : start + self.groups.size] for start in range(0, len(parts), self.groups.size)]
 
-    def _run(
-        self,
-        exchanges: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
-        ranks: Sequence[int],
-        group: Any,
-    ) -> None:
-        """Exchange with `ranks`, several times at once: (places for what comes, what is sent), by rank."""
-        mine = ranks.index(self.rank)
+
+Gather = tuple[Sequence[torch.Tensor], torch.Tensor]  # places by rank, and this rank's part
+# The sum, the parts for each rank, and memory for as many parts as there are ranks, each of the largest one's size.
+Reduce = tuple[torch.Tensor, Sequence[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """Gathers and reduce-scatters among `ranks`, several at once.
+
+    Where hosts have several of these ranks each, no host sends a part twice to another one: [Note: Two steps].
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    tag: int
+    per_host: int
+    group: Any
+    quantized: bool = False
+
+    def gather(self, gathers: Sequence[Gather]) -> None:
+        """Fill the places from the part that each rank gives."""
+        if (hosts := RankGroups.of_hosts(self.ranks, self.rank, self.per_host)) is not None:
+            place, size = hosts.inside.index(self.rank), hosts.size
+            self._across(hosts).gather([(places[place::size], part) for places, part in gathers])
+            self._inside(hosts).gather(
+                [
+                    (places[start : start + size], places[start + place])
+                    for places, _ in gathers
+                    for start in range(0, len(places), size)
+                ]
+            )
+        elif self.quantized:
+            for places, part in gathers:
+                messages = self._cross([quantize(part.unsqueeze(0))[0]] * len(places))
+                for piece, values in dequantize(messages, part.numel()):
+                    for to, one in zip(places, values, strict=True):
+                        to[piece] = one
+        else:
+            self._run([(places, [part] * len(places)) for places, part in gathers])
+
+    def reduce(self, reduces: Sequence[Reduce]) -> None:
+        """Sum the parts that ranks have for this one, which travel in the type of the memory."""
+        if (hosts := RankGroups.of_hosts(self.ranks, self.rank, self.per_host)) is not None:
+            self._reduce_by_host(hosts, reduces)
+        elif self.quantized:
+            for out, parts, _ in reduces:
+                sum_messages(out, self._cross([quantize(part.unsqueeze(0))[0] for part in parts]))
+        else:
+            rows = [memory[: len(parts) * out.numel()].view(len(parts), -1) for out, parts, memory in reduces]
+            sent = [[part.to(memory.dtype) for part in parts] for _, parts, memory in reduces]
+            self._run([(row.unbind(), one) for row, one in zip(rows, sent, strict=True)])
+            for row, (out, _, _) in zip(rows, reduces, strict=True):
+                _sum(row, out)
+
+    def _reduce_by_host(self, hosts: RankGroups, reduces: Sequence[Reduce]) -> None:
+        place = hosts.inside.index(self.rank)
+        inside: list[Reduce] = []
+        across: list[Reduce] = []
+        for out, parts, memory in reduces:
+            sums = [out.new_empty(part.numel()) for part in parts[place :: hosts.size]]
+            blocks = [parts[start : start + hosts.size] for start in range(0, len(parts), hosts.size)]
+            inside += zip(sums, blocks, memory.chunk(hosts.number), strict=True)
+            across.append((out, sums, memory))
+        self._inside(hosts).reduce(inside)
+        self._across(hosts).reduce(across)
+
+    def _inside(self, hosts: RankGroups) -> Exchanges:
+        return replace(self, ranks=hosts.inside, quantized=False)
+
+    def _across(self, hosts: RankGroups) -> Exchanges:
+        return replace(self, ranks=hosts.across)
+
+    def _cross(self, messages: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Send the i-th message to the i-th rank; return what comes, a row for each."""
+        received = messages[0].new_empty(len(messages), len(messages[0]))
+        self._run([(received.unbind(), messages)])
+        return received
+
+    def _run(self, exchanges: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]) -> None:
+        """Exchange (places for what comes, what is sent), by rank, several times at once."""
+        mine = self.ranks.index(self.rank)
         works = []
         for places, parts in exchanges:
-            works += start_messages(places, parts, mine, self.tag, group, ranks)
+            works += start_messages(places, parts, mine, self.tag, self.group, self.ranks)
             if places[mine].data_ptr() != parts[mine].data_ptr():
                 places[mine].copy_(parts[mine])
         for work in works:

@@ -13,6 +13,7 @@ import transformers
 
 from hf_zero.extras.cli.main import main
 from hf_zero.extras.cli.text import format_bytes
+from hf_zero.extras.estimate.choices import DEVICE_RESERVE, DEVICE_SHARE
 
 Capture = pytest.CaptureFixture[str]
 
@@ -279,11 +280,37 @@ def test_the_fastest_that_fits_is_named(capsys: Capture, folder: Path) -> None:
     line = ["estimate", folder, "--gpus", 2, "--nodes", 2, *SPEEDS, "--gpu-memory", "24GB"]
     assert main([*map(str, line)]) == 0
     out = capsys.readouterr().out
-    best = re.search(r"^Fastest without offload: (.*), [\d.]+ s\.$", out, re.MULTILINE)
+    best = re.search(r"^Fastest: (.*), [\d.]+ s\.$", out, re.MULTILINE)
     assert best is not None and best[1].endswith('"sharding_group": "host"')
     rows = {line.split("  ")[0]: line.split() for line in out.splitlines() if line.startswith("stage ")}
     seconds = {name: float(cells[-4]) for name, cells in rows.items() if name.startswith("stage ") and len(cells) > 8}
     assert seconds[best[1]] == min(seconds.values())
+
+
+def gpu_memory(nbytes: float) -> tuple[str, str]:
+    """Return the option for a GPU on which so many bytes can be used."""
+    return ("--gpu-memory", f"{int((nbytes + DEVICE_RESERVE) / DEVICE_SHARE)}B")
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_what_is_advised_is_timed_with_its_offload(capsys: Capture, folder: Path, checkpoints: bool) -> None:
+    task = (str(folder), "--gpus", "2", "--nodes", "2", "--batch-size", "8")
+
+    def bytes_of_stage_3(*more: str) -> dict[tuple[str, str], int]:
+        choices = ask(capsys, *task, *more)["choices"]
+        return {(one["optimizer"], one["param"]): one["device_bytes"] for one in choices if one["stage"] == 3}
+
+    needs = bytes_of_stage_3()
+    between = needs["cpu", "none"], needs["none", "none"]
+    if checkpoints:
+        between = bytes_of_stage_3("--gradient-checkpointing")["cpu", "none"], min(needs.values())
+    assert main(["estimate", *task, *map(str, SPEEDS), *gpu_memory(sum(between) / 2)]) == 0
+    out = capsys.readouterr().out
+    taken = re.search(r"^Take (stage \d, optimizer states on the host)(, with .*)?, micro-batch", out, re.MULTILINE)
+    line = r'^Fastest: (.*?)(, "sharding_group": "host")?, [\d.]+ s, and the copies'
+    best = re.search(line, out, re.MULTILINE)
+    assert taken is not None and best is not None and bool(taken[2]) == checkpoints
+    assert best[1] == taken[1] + ", gradient checkpointing" * checkpoints
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,14 @@ def _gradients(zero: dict[str, Any], config: dict[str, Any]) -> dict[str, torch.
 
 @pytest.mark.parametrize(
     ("hosts", "stage", "size", "wire"),
-    [(2, 1, "all", "fp32"), (4, 2, "all", "fp32"), (2, 3, "all", "bf16"), (1, 2, 2, "bf16"), (1, 3, 2, "fp32")],
+    [
+        (2, 1, "all", "fp32"),
+        (4, 2, "all", "fp32"),
+        (2, 3, "all", "bf16"),
+        (1, 2, 2, "bf16"),
+        (1, 3, 2, "fp32"),
+        (2, 2, 1, "fp32"),
+    ],
 )
 def test_updates_are_within_the_bound(hosts: int, stage: int, size: int | str, wire: str) -> None:
     zero, config = {"stage": stage, "sharding_group": size}, {"communication_data_type": wire}
@@ -157,7 +164,7 @@ def _gathered(zero: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[tuple
     return before, seen
 
 
-@pytest.mark.parametrize(("hosts", "size"), [(2, "all"), (4, "all"), (1, 2)])
+@pytest.mark.parametrize(("hosts", "size"), [(2, "all"), (4, "all"), (1, 2), (2, 1)])
 def test_all_ranks_compute_with_the_same_weights_and_read_exact_ones(hosts: int, size: int | str) -> None:
     ranks = run_ranks(on_hosts, 4, hosts, _gathered, {"stage": 3, "sharding_group": size, **BOTH})
     before, first = ranks[0]
@@ -206,7 +213,7 @@ def _sent(zero: dict[str, Any]) -> int:
     return sent[True]
 
 
-@pytest.mark.parametrize("size", ["all", 2])
+@pytest.mark.parametrize("size", ["all", 2, 1])
 def test_what_leaves_a_host_is_at_most_three_tenths(size: int | str) -> None:
     exact = run_ranks(on_hosts, 4, 2, _sent, {"stage": 3, "sharding_group": size})
     for quantized, whole in zip(

@@ -111,7 +111,7 @@ def _count_sent(engine: ZeroEngine, steps: int, accumulation: int) -> dict[bool,
 
 
 def _traffic(stage: int, accumulation: int, size: int | str = 2, **more: Any) -> tuple[int, list[int], list[int]]:
-    case = Case("plain", 4, accumulation, single=True)
+    case = Case("plain", dist.get_world_size(), accumulation, single=True)
     model = case.build()
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -121,7 +121,7 @@ def _traffic(stage: int, accumulation: int, size: int | str = 2, **more: Any) ->
     engine = hf_zero.initialize(model=model, optimizer=case.make_optimizer(model), config=config)[0]
     sent = _count_sent(engine, 3, accumulation)
     total = sum(flat.layout.padded_numel for unit in engine.units for flat in unit.flats)
-    return 4 * total // 4, sent[True], sent[False]
+    return 4 * total // dist.get_world_size(), sent[True], sent[False]
 
 
 @pytest.mark.parametrize("more", [{}, HYBRID])
@@ -153,29 +153,46 @@ def test_micro_batches_stay_within_the_group_until_the_last(
         assert staying[1] >= {1: 4, 2: 8, 3: 14}[stage] * part
 
 
-def _on_two_hosts(work: Callable[..., Any], *args: Any) -> Any:
-    """Run `work` on ranks of which each half takes itself for one host."""
-    half = dist.get_world_size() // 2
-    with unittest.mock.patch("hf_zero.distributed.comm.host_name", lambda: str(dist.get_rank() // half)):
+def _on_hosts_of_two(work: Callable[..., Any], *args: Any) -> Any:
+    """Run `work` on ranks of which two take themselves for one host."""
+    with unittest.mock.patch("hf_zero.distributed.comm.host_name", lambda: str(dist.get_rank() // 2)):
         return work(*args)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_host_sends_a_byte_twice_to_another_one_without_groups(stage: int) -> None:
-    for part, leaving, _ in run_ranks(_on_two_hosts, 4, _traffic, stage, 1, "all"):
+    for part, leaving, _ in run_ranks(_on_hosts_of_two, 4, _traffic, stage, 1, "all"):
         # At stage 3 layers cross for forward and for backward, and the root unit once.
         assert leaving[1:] == [2 * part] * 2 if stage < 3 else 2 * part < leaving[1] < 3 * part
 
 
-def _losses(stage: int) -> list[float]:
-    engine = _start(stage, "all")
+@pytest.mark.parametrize(
+    ("world", "size", "parts"),
+    # With groups of two hosts a rank sends its place of both groups to the other host, and a part to the other group.
+    [(4, 1, 1), (8, 4, 2 + 1), (8, 1, 3)],
+)
+def test_no_host_sends_a_byte_twice_to_another_one_in_groups_of_any_size(world: int, size: int, parts: int) -> None:
+    for part, leaving, _ in run_ranks(_on_hosts_of_two, world, _traffic, 2, 1, size):
+        assert leaving[1:] == [2 * parts * part] * 2  # of gradients, and of updated parameters
+
+
+def _losses(stage: int, size: int | str, hybrid: bool) -> list[float]:
+    engine = _start(stage, size, hybrid=hybrid)
     return [_step(engine, number) for number in range(4)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_results_do_not_depend_on_hosts(stage: int) -> None:
-    want = run_ranks(_losses, 4, stage)
-    for losses, expected in zip(run_ranks(_on_two_hosts, 4, _losses, stage), want, strict=True):
+@pytest.mark.parametrize(
+    ("stage", "world", "size", "hybrid"),
+    [
+        *((stage, 4, "all", False) for stage in STAGES),
+        *((stage, 4, 1, True) for stage in STAGES),
+        *((3, 8, size, hybrid) for size in (4, 1) for hybrid in (False, True)),
+        (3, 6, 3, False),  # a host has ranks of two groups, and another one of one
+    ],
+)
+def test_results_do_not_depend_on_hosts(stage: int, world: int, size: int | str, hybrid: bool) -> None:
+    want = run_ranks(_losses, world, stage, size, hybrid)
+    for losses, expected in zip(run_ranks(_on_hosts_of_two, world, _losses, stage, size, hybrid), want, strict=True):
         assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
 
 

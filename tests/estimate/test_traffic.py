@@ -33,6 +33,7 @@ JOBS: list[tuple[dict[str, Any], int]] = [
     *(({"stage": stage, **group}, 4) for stage, group in itertools.product((1, 2, 3), GROUPS)),
     ({"stage": 2, **BITS}, 1),
     ({"stage": 3, **BITS, "zero_quantized_weights": True}, 1),
+    ({"stage": 3, **BITS, "zero_quantized_weights": True, "sharding_group": 1}, 1),
     ({"stage": 3, "reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0}, 1),
 ]
 
@@ -119,9 +120,10 @@ def test_a_ring_enters_each_host_once() -> None:
     counter.begin("forward")
     counter.among_all("all_gather", 1600)
     counter.among_all("all_reduce", 1600)
+    counter.among(tuple(range(16)), 100)
     # 15 shares of 100 bytes come to a rank, and to a host; an all-reduce is a reduce-scatter and an all-gather.
     traffic = counter.passes[0].traffic
-    assert (traffic.inside + traffic.across, 8 * traffic.across) == (3 * 1500, 3 * 1500)
+    assert (traffic.inside + traffic.across, 8 * traffic.across) == (4 * 1500, 4 * 1500)
 
 
 def test_operations_of_a_model() -> None:

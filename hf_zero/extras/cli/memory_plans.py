@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ class Answer:
     batch_size: int
     profile: Profile | None
     without: str  # why activations are not counted
-    times: list[step_times.Timed] | None  # of those without offload; None where no speeds were named
+    times: list[step_times.Timed] | None  # without offload, and the advised one's; None where no speeds were named
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,9 @@ class Task:
         profile, without = self._profile(batch_size, checkpoints=False)
         with progress("Planning", len([*all_choices()]), unit="choices") as done:
             plans = plan_all(self.raw, self.model, self.hardware, profile, done)
-        timed = None
-        if speeds is not None:
-            timed = []
-            if profile is not None:
-                timed = step_times.times(self.raw, self.model, self.hardware, speeds, plans, profile)
         known = self.hardware.cpu_memory if self.hardware.on_host else self.hardware.gpu_memory
         if known is None:
-            return Answer(plans, None, batch_size, profile, without, timed)
+            return Answer(plans, None, batch_size, profile, without, self._times(plans, batch_size, speeds, None))
         with progress("Trying micro-batches", None, unit="plans") as done:
 
             def again(choice: Choice, checkpoints: bool, size: int) -> Plan | None:
@@ -72,7 +68,26 @@ class Task:
                 format_bytes,
                 can_checkpoint=can_checkpoint(self.model),
             )
+        timed = self._times(plans, batch_size, speeds, advice)
         return Answer(plans, advice, batch_size, profile, without, timed)
+
+    def _times(
+        self, plans: Mapping[Choice, Plan], batch_size: int, speeds: Speeds | None, advice: Advice | None
+    ) -> list[step_times.Timed] | None:
+        """Return the times of the choices without offload, and of the one that is advised."""
+        profile, _ = self._profile(batch_size, checkpoints=False)
+        if speeds is None or profile is None:
+            return None if speeds is None else []
+        ask = functools.partial(step_times.times, self.raw, self.model, self.hardware, speeds)
+        found = ask({choice: plan for choice, plan in plans.items() if not choice.offloaded}, profile)
+        if advice is None or (choice := advice.choice) is None:
+            return found
+        if advice.gradient_checkpointing:
+            plan = self._plan_with(choice, batch_size, checkpoints=True)
+            profile, _ = self._profile(batch_size, checkpoints=True)
+            assert plan is not None and profile is not None  # it is advised
+            return [*found, *ask({choice: plan}, profile, checkpoints=True)]
+        return [*found, *ask({choice: plans[choice]}, profile)] if choice.offloaded else found
 
     def _any_config(self, batch_size: int | None) -> Any:
         """Resolve the first choice that the configuration allows: all choices have the same types and batch."""

@@ -24,11 +24,13 @@ class Timed:
     group: str | int  # zero_optimization.sharding_group
     plan: Plan
     time: StepTime
+    checkpoints: bool  # with activation checkpointing that nobody asked for
 
     @property
     def name(self) -> str:
+        more = ", gradient checkpointing" if self.checkpoints else ""
         in_groups = "" if self.group == "all" else f', "sharding_group": {json.dumps(self.group)}'
-        return f"stage {self.choice.stage}{in_groups}"
+        return f"{str(self.choice).removesuffix(', no offload')}{more}{in_groups}"
 
 
 def times(
@@ -38,13 +40,17 @@ def times(
     speeds: Speeds,
     choices: Mapping[Choice, Plan],
     profile: Profile,
+    *,
+    checkpoints: bool = False,
 ) -> list[Timed]:
-    """Return the choices without offload, and the same in groups of a node's ranks where the file names no group."""
+    """Return these choices, and the same in groups of a node's ranks where the file names no group.
+
+    Args:
+        checkpoints: The profile has activation checkpointing that nobody asked for.
+    """
     found = []
     per_host = hardware.gpus
     for choice, plan in choices.items():
-        if choice.offloaded:
-            continue
         group = resolve(raw, choice, model, hardware).zero.sharding_group
         plans = {group: plan}
         if group == "all" and choice.stage and hardware.nodes > 1 and per_host > 1:
@@ -52,7 +58,8 @@ def times(
             config = resolve({**raw, "zero_optimization": zero}, choice, model, hardware)
             plans["host"] = plan_model(model, config, on_host=hardware.on_host, per_host=per_host, profile=profile)
         for group, one in plans.items():
-            found.append(Timed(choice, group, one, step_time(one.passes, profile, speeds, per_host=per_host)))
+            time = step_time(one.passes, profile, speeds, per_host=per_host)
+            found.append(Timed(choice, group, one, time, checkpoints))
     return found
 
 
@@ -73,18 +80,20 @@ def lines(timed: list[Timed], hardware: Hardware, tokens: int) -> Iterator[str]:
     yield from table(rows)
     fitting = [one for one in timed if hardware.misfit(one.plan) is None]
     if not fitting:
-        yield "None of these fits, and the time with offload is not planned."
+        yield "None of these fits."
         return
-    best = min(fitting, key=lambda one: one.time.total)
-    yield f"Fastest without offload: {best.name}, {best.time.total:.3g} s."
+    best = min(fitting, key=lambda one: (bool(one.choice.offloaded), one.time.total))
+    more = ", and the copies and updates of what is offloaded, which are not planned" if best.choice.offloaded else ""
+    yield f"Fastest: {best.name}, {best.time.total:.3g} s{more}."
 
 
 def as_json(timed: list[Timed], hardware: Hardware) -> list[dict[str, Any]]:
     """Return a row for each, for programs."""
     return [
         {
-            "stage": one.choice.stage,
+            **dataclasses.asdict(one.choice),
             "sharding_group": one.group,
+            "gradient_checkpointing": one.checkpoints,
             **dataclasses.asdict(one.time),
             "total": one.time.total,
             "fits": hardware.misfit(one.plan) is None,

@@ -48,6 +48,7 @@ class PretendedComm(Comm):
         self.coalesces = self.backend == "nccl"
         self._hosts = [f"host {rank // size}" for rank in range(self.world_size)]
         self._processes = _PretendedGroup(self.world_size) if self.world_size > 1 else None
+        self._per_host = size
         if self.backend == "gloo" and 1 < size < self.world_size:
             self.routes = RankGroups.of(self.rank, self.world_size, size)
 
@@ -71,7 +72,7 @@ class PretendedComm(Comm):
         """See Comm. Over a device, memory for a row until the gather is over, where none is kept."""
         held = []
         if part is not None:
-            held = self._send_across(groups, part.numel(), part.nbytes, 1 if quantized else 0)
+            held = self._send_across(groups, part.numel(), part.nbytes, quantized=quantized, alike=True)
         self.traffic.among(groups.inside, full.nbytes / groups.size)
         if row is None and self.backend != "gloo":
             held.append(full.new_empty(full.numel() // groups.size))
@@ -83,9 +84,8 @@ class PretendedComm(Comm):
         """See Comm. The memory of both steps is held until the sum would be there."""
         numel = wire.numel() // groups.size
         self.traffic.among(groups.inside, wire.nbytes / groups.size)
-        number = groups.number if quantized else 0
         share = wire.nbytes / groups.size / len(groups.across)
-        held = self._send_across(groups, out.numel(), share, number)
+        held = self._send_across(groups, out.numel(), share, quantized=quantized, alike=False)
         if groups.replicates:
             self.traffic.among(groups.across, out.nbytes / len(groups.across))
         pieces = []
@@ -100,18 +100,23 @@ class PretendedComm(Comm):
 
         return Ended(finish)
 
-    def _send_across(self, groups: RankGroups, numel: int, nbytes: float, messages: int) -> list[torch.Tensor]:
-        """Count what the groups send each other, and return the memory of as many 8-bit messages and of their answers.
+    def _send_across(
+        self, groups: RankGroups, numel: int, nbytes: float, *, quantized: bool, alike: bool
+    ) -> list[torch.Tensor]:
+        """Count what the groups send each other, and return the memory of 8-bit messages and of their answers.
 
         Args:
             numel, nbytes: The size of what goes to one group, without messages.
+            alike: All groups get the same.
         """
-        if not messages:
+        if not quantized:
             self.traffic.among(groups.across, nbytes)
             return []
         size = message_bytes(numel)
-        self.traffic.among(groups.across, size, decoded=4 * numel)
-        return [torch.empty(rows * size, dtype=torch.uint8, device=META) for rows in (messages, groups.number)]
+        self.traffic.among(groups.across, nbytes, message=size, values=4 * numel)
+        hosts = RankGroups.of_hosts(groups.across, self.rank, self._per_host) if self.backend == "gloo" else None
+        number = groups.number if hosts is None else hosts.number
+        return [torch.empty(rows * size, dtype=torch.uint8, device=META) for rows in (1 if alike else number, number)]
 
     def _reduce_inside(self, groups: RankGroups, row: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
         """See Comm."""

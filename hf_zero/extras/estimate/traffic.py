@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from hf_zero.distributed.rank_groups import RankGroups
 
 
 @dataclass
@@ -65,14 +66,21 @@ class TrafficCounter:
         self._now.inside += share * (others - away)
         self._now.across += share * away
 
-    def among(self, ranks: Sequence[int], nbytes: float, *, decoded: float = 0.0) -> None:
+    def among(self, ranks: tuple[int, ...], nbytes: float, *, message: float = 0.0, values: float = 0.0) -> None:
         """Count an exchange in which each of `ranks`, one of which is this one, gives `nbytes` to each other one.
 
         Args:
-            decoded: The bytes of the values in an 8-bit message of that size.
+            message: The bytes of the 8-bit message that is sent instead; 0: there is none. Where hosts have several of
+                the ranks, and they send to each other, it crosses between hosts only.
+            values: The bytes of the values in it.
         """
-        host = self.rank // self.per_host
-        away = sum(rank // self.per_host != host for rank in ranks)
-        self._now.inside += nbytes * (len(ranks) - 1 - away)
-        self._now.across += nbytes * away
-        self._now.decoded += decoded * len(ranks)
+        own = sum(rank // self.per_host == self.rank // self.per_host for rank in ranks)
+        others, away, number = len(ranks) - 1, float(len(ranks) - own), len(ranks)
+        inside = across = message or nbytes
+        if not self.direct:
+            away = others / own if away else 0.0
+        elif (hosts := RankGroups.of_hosts(ranks, self.rank, self.per_host)) is not None:
+            away, number, inside = hosts.number - 1.0, hosts.number, nbytes
+        self._now.inside += inside * (others - away)
+        self._now.across += across * away
+        self._now.decoded += values * number
