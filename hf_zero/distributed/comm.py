@@ -195,7 +195,8 @@ class Comm:
             self.groups = dataclasses.replace(self.routes, replicates=replicates)
 
     def quantize(self, kinds: Collection[Quantized]) -> bool:
-        """Let messages of these kinds be 8-bit blocks from now on where they leave a group, or else a host.
+        """Let messages of these kinds be 8-bit blocks from now on where they leave a group, or else a host; over gloo
+        between hosts alone, where hosts have several groups.
 
         Returns whether any leaves one; if none does nothing changes. After `shard_in_groups`. All ranks of the world
         must call.

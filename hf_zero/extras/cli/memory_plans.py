@@ -80,14 +80,13 @@ class Task:
             return None if speeds is None else []
         ask = functools.partial(step_times.times, self.raw, self.model, self.hardware, speeds)
         found = ask({choice: plan for choice, plan in plans.items() if not choice.offloaded}, profile)
-        if advice is None or (choice := advice.choice) is None:
-            return found
-        if advice.gradient_checkpointing:
-            plan = self._plan_with(choice, batch_size, checkpoints=True)
-            profile, _ = self._profile(batch_size, checkpoints=True)
+        choice, checkpoints = (None, False) if advice is None else (advice.choice, advice.gradient_checkpointing)
+        if choice is not None and (choice.offloaded or checkpoints):
+            plan = self._plan_with(choice, batch_size, checkpoints=checkpoints)
+            profile, _ = self._profile(batch_size, checkpoints=checkpoints)
             assert plan is not None and profile is not None  # it is advised
-            return [*found, *ask({choice: plan}, profile, checkpoints=True)]
-        return [*found, *ask({choice: plans[choice]}, profile)] if choice.offloaded else found
+            found += ask({choice: plan}, profile, checkpoints=checkpoints)
+        return found
 
     def _any_config(self, batch_size: int | None) -> Any:
         """Resolve the first choice that the configuration allows: all choices have the same types and batch."""

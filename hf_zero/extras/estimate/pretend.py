@@ -48,7 +48,6 @@ class PretendedComm(Comm):
         self.coalesces = self.backend == "nccl"
         self._hosts = [f"host {rank // size}" for rank in range(self.world_size)]
         self._processes = _PretendedGroup(self.world_size) if self.world_size > 1 else None
-        self._per_host = size
         if self.backend == "gloo" and 1 < size < self.world_size:
             self.routes = RankGroups.of(self.rank, self.world_size, size)
 
@@ -113,9 +112,7 @@ class PretendedComm(Comm):
             self.traffic.among(groups.across, nbytes)
             return []
         size = message_bytes(numel)
-        self.traffic.among(groups.across, nbytes, message=size, values=4 * numel)
-        hosts = RankGroups.of_hosts(groups.across, self.rank, self._per_host) if self.backend == "gloo" else None
-        number = groups.number if hosts is None else hosts.number
+        number = self.traffic.among(groups.across, nbytes, message=size, values=4 * numel)
         return [torch.empty(rows * size, dtype=torch.uint8, device=META) for rows in (1 if alike else number, number)]
 
     def _reduce_inside(self, groups: RankGroups, row: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:

@@ -66,8 +66,10 @@ class TrafficCounter:
         self._now.inside += share * (others - away)
         self._now.across += share * away
 
-    def among(self, ranks: tuple[int, ...], nbytes: float, *, message: float = 0.0, values: float = 0.0) -> None:
+    def among(self, ranks: tuple[int, ...], nbytes: float, *, message: float = 0.0, values: float = 0.0) -> int:
         """Count an exchange in which each of `ranks`, one of which is this one, gives `nbytes` to each other one.
+
+        Returns the number of 8-bit messages that this rank would hold, its own among them.
 
         Args:
             message: The bytes of the 8-bit message that is sent instead; 0: there is none. Where hosts have several of
@@ -84,3 +86,4 @@ class TrafficCounter:
         self._now.inside += inside * (others - away)
         self._now.across += across * away
         self._now.decoded += values * number
+        return number
