@@ -61,7 +61,7 @@ def described_processes(environment: Mapping[str, str]) -> dict[str, str]:
     if "WORLD_SIZE" in environment:
         return {}
     found = _from_slurm(environment) or _from_mpi(environment)
-    return {name: value for name, value in found.items() if name not in environment}
+    return {name: value for name, value in found.items() if value and name not in environment}
 
 
 def number_in(environment: Mapping[str, str], *names: str) -> int:
@@ -98,7 +98,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(count),
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(_tasks_here(environment, count)),
+        "LOCAL_WORLD_SIZE": _tasks_here(environment),
         "MASTER_ADDR": expand_hosts(nodes)[0] if nodes else "",
         "MASTER_PORT": str(slurm_port(job, step)),
     }
@@ -115,12 +115,12 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
     return expand_hosts(nodes) if nodes else []
 
 
-def _tasks_here(environment: Mapping[str, str], count: int) -> int:
-    """SLURM_STEP_TASKS_PER_NODE is `4(x2),3`: so many tasks on so many nodes, one after the other."""
-    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(count)
-    node, tasks = number_in(environment, "SLURM_NODEID"), count
+def _tasks_here(environment: Mapping[str, str]) -> str:
+    """SLURM_STEP_TASKS_PER_NODE is `4(x2),3`: so many tasks on so many nodes, one after the other. "" if not set."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or ""
+    node, tasks = number_in(environment, "SLURM_NODEID"), ""
     for number, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", text):
-        node, tasks = node - int(times or 1), int(number)
+        node, tasks = node - int(times or 1), number
         if node < 0:
             break
     return tasks
@@ -182,7 +182,7 @@ def _from_mpi(environment: Mapping[str, str]) -> dict[str, str]:
             "RANK": rank,
             "WORLD_SIZE": str(size),
             "LOCAL_RANK": local_rank,
-            "LOCAL_WORLD_SIZE": local_size or str(size),
+            "LOCAL_WORLD_SIZE": local_size or "",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_mpi_port(mpi, environment)),
         }

@@ -81,6 +81,8 @@ def test_slurm() -> None:
     ports = {slurm_port(job, step) for job in range(4700, 4800) for step in (0, 1)}
     assert len(ports) > 100 and all(1024 < port < 32768 for port in ports)
     assert described_processes({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3(x2)"})["LOCAL_WORLD_SIZE"] == "3"
+    # All tasks on one host is no guess to make: where it is wrong, gloo would not look for the way to the others.
+    assert "LOCAL_WORLD_SIZE" not in described_processes({**SLURM, "SLURM_STEP_TASKS_PER_NODE": ""})
 
 
 @pytest.mark.parametrize(

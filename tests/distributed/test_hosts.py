@@ -36,6 +36,11 @@ from hf_zero import TrainingArguments
 args = TrainingArguments("out", zero={"zero_optimization": {"stage": 2}}, use_cpu=True)
 print(os.environ["GLOO_SOCKET_IFNAME"], args.world_size)
 """
+TORCHRUN = "torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --master_addr {master}".split()
+# Runs what follows where each host has a second interface, from which no way leads to the other host.
+ETH1 = "ip link add eth1 type veth peer name eth2 && ip addr add 192.168.9.$(({rank} + 1))/24 dev eth1"
+WITH_ETH1 = ("bash", "-c", f'{ETH1} && ip link set eth1 up && ip link set eth2 up && exec "$@"', "bash")
+
 UNTIL_CUT_OFF = """
 import torch, hf_zero
 from hf_zero.distributed.timeouts import TIMEOUTS
@@ -86,7 +91,7 @@ def _run(tmp_path: Path, *command: str, **variables: str) -> subprocess.Complete
 @pytest.mark.parametrize(
     "launch",
     [
-        "torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --master_addr {master}",
+        " ".join(TORCHRUN),
         "torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --rdzv_backend c10d --rdzv_endpoint host0:29400",
         "hf-zero launch --hostfile hosts --no_ssh --node_rank {rank} --master_addr host0",
         "env RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 python",
@@ -108,12 +113,29 @@ def test_tasks_of_slurm_whose_group_accelerate_makes(tmp_path: Path) -> None:
 
 
 def test_an_interface_that_does_not_exist(tmp_path: Path) -> None:
-    launch = "torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --master_addr {master} train.py"
-    ended = _run(tmp_path, *launch.split(), GLOO_SOCKET_IFNAME="eth9")
+    ended = _run(tmp_path, *TORCHRUN, "train.py", GLOO_SOCKET_IFNAME="eth9")
     said = ended.stdout + ended.stderr
     assert ended.returncode != 0
     for rank in range(2):
-        assert f"rank {rank}: GLOO_SOCKET_IFNAME=eth9, but host{rank} has no interface 'eth9': it has lo (" in said
+        lacks = f"GLOO_SOCKET_IFNAME=eth9, but host{rank} has no interface 'eth9' with an address: it has lo ("
+        assert f"rank {rank}: {lacks}" in said
+
+
+@pytest.mark.parametrize("interface", ["lo", "eth1"])
+def test_an_interface_that_leads_nowhere(tmp_path: Path, interface: str) -> None:
+    ended = _run(tmp_path, *WITH_ETH1, *TORCHRUN, "train.py", GLOO_SOCKET_IFNAME=interface)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode != 0
+    addresses = {"lo": ("127.0.0.1", "127.0.0.1"), "eth1": ("192.168.9.1", "192.168.9.2")}[interface]
+    for rank, other in ((0, 1), (1, 0)):
+        here = f"rank {rank} on host{rank} ({interface}, {addresses[rank]})"
+        assert f"{here} cannot connect to rank {other} on host{other} ({addresses[other]}): " in said, said
+    assert "Set GLOO_SOCKET_IFNAME on each host to the interface that they share" in said
+
+
+def test_an_interface_that_leads_nowhere_is_not_chosen(tmp_path: Path) -> None:
+    ended = _run(tmp_path, *WITH_ETH1, *TORCHRUN, "train.py")
+    assert ended.returncode == 0 and "eth0 [" in ended.stdout, ended.stdout + ended.stderr
 
 
 @pytest.mark.slow
