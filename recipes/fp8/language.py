@@ -33,16 +33,21 @@ from recipes.fp8.counting import at_rest, sent_since
 from recipes.pipeline.texts import END, VOCABULARY, Bytes
 
 SMALL = "small"  # a Llama of 3.2 M parameters on bytes, from scratch
-LEVELS = ("fp32", "bf16", "O1", "O2", "O3", "Q8")
-STAGES = {"O3": 2, "Q8": 3}  # where --stage is not given; else 0
+LEVELS = ("fp32", "bf16", "O1", "O2", "O3", "Q8", "Q8_fp32")
+STAGES = {"O3": 2, "Q8": 3, "Q8_fp32": 3}  # where --stage is not given; else 0
 POOL = 1000  # texts at least to draw from, so that short runs with other seeds have other texts
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--level", choices=LEVELS, default="O2", help="a precision or MS-AMP level; Q8: bf16, 8-bit messages [O2]")
-    add("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage [2 at O3, 3 at Q8, else 0]")
+    add(
+        "--level",
+        choices=LEVELS,
+        default="O2",
+        help="precision or MS-AMP's; Q8, Q8_fp32: bf16, fp32, 8-bit messages [O2]",
+    )
+    add("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage [2 at O3, 3 at Q8 and Q8_fp32, else 0]")
     add("--seed", type=int, default=0, help="chooses the first weights of the small model, and the order of texts [0]")
     add("--steps", type=int, default=300)
     add("--model", default=SMALL, help=f"{SMALL}, or one that is trained on: smollm2-135m, a folder or a hub id")
@@ -65,7 +70,7 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.level in ("bf16", "Q8"):
         config["bf16"] = {"enabled": True}
-    if args.level == "Q8":
+    if args.level.startswith("Q8"):
         config["zero_optimization"] |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
     if args.level.startswith("O"):
         config["fp16"] = {"enabled": True, "initial_scale_power": 12}

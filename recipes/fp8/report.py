@@ -1,9 +1,10 @@
-"""Compares the runs of language.py: curves of losses, distances to the seeds of bf16, and bytes.
+"""Compares the runs of language.py: curves of losses, distances to the seeds of bf16 or fp32, and bytes.
 
     python recipes/fp8/report.py outputs/fp8 --output recipes/fp8
 
-It writes report.md and a picture for each model. The band in a picture reaches from the least to the largest loss of
-the bf16 runs, which differ in their seed.
+It writes report.md and a picture for each model. Runs are compared with those of bf16, or with those of fp32 where a
+model has no two of bf16. The band in a picture reaches from the least to the largest loss of these, which differ in
+their seed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from recipes.reports import report_parser, table
 
 LAST = 20  # steps whose mean is the final loss of a run
 KINDS = ("weights", "gradient", "master", "first", "second")
-BASE = ("bf16", 0)  # level and stage
-LOOKS = dict(zip(("fp32", "bf16", "O1", "O2", "O3", "Q8"), LINES, strict=False))
+BASES = (("bf16", 0), ("fp32", 0))  # level and stage: the first one of which a model has several seeds
+LOOKS = dict(zip(("fp32", "bf16", "O1", "O2", "O3", "Q8", "Q8_fp32"), LINES, strict=False))
 
 Array = NDArray[np.float64]
 
@@ -67,14 +68,14 @@ class Runs:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs of one model. Those that are shorter than the bf16 runs are there for their bytes alone."""
+    """All runs of one model. Those that are shorter than the base's are there for their bytes alone."""
 
     model: str
     runs: dict[tuple[str, int], Runs]
 
     @property
     def base(self) -> Runs:
-        return self.runs[BASE]
+        return next(self.runs[base] for base in BASES if is_base(self.runs.get(base)))
 
     @property
     def steps(self) -> int:
@@ -93,21 +94,21 @@ class Comparison:
         return float(np.ptp(self.base.finals))
 
     def distance(self, runs: Runs) -> float:
-        """The mean of the final losses less that of bf16, in spreads."""
+        """The mean of the final losses less that of the base, in spreads."""
         return float(runs.finals.mean() - self.base.finals.mean()) / self.spread
 
     def places(self, runs: Runs) -> tuple[int, int, int]:
-        """The number of final losses below, in and above the range of those of bf16."""
+        """The number of final losses below, in and above the range of those of the base."""
         below, above = runs.finals < self.base.finals.min(), runs.finals > self.base.finals.max()
         return int(below.sum()), int((~below & ~above).sum()), int(above.sum())
 
     def inside(self, runs: Runs) -> float:
-        """The share of steps at which the mean of the curves lies in the band of bf16."""
+        """The share of steps at which the mean of the curves lies in the band of the base."""
         mean, band = runs.curves.mean(0), self.base.curves
         return float(((band.min(0) <= mean) & (mean <= band.max(0))).mean())
 
     def from_twins(self, runs: Runs) -> list[float]:
-        """The final losses less those of bf16 with the same seed."""
+        """The final losses less those of the base with the same seed."""
         twins = dict(zip(self.base.by_seed, self.base.finals, strict=True))
         finals = dict(zip(runs.by_seed, runs.finals, strict=True))
         return [float(final - twins[seed]) for seed, final in finals.items() if seed in twins]
@@ -116,6 +117,11 @@ class Comparison:
         """The bytes that a step sends, beside those of fp32 at the same stage."""
         plain = self.runs.get(("fp32", runs.stage))
         return f"{runs.sent / plain.sent:.0%}" if plain is not None and plain.sent else "-"
+
+
+def is_base(runs: Runs | None) -> bool:
+    """Tell if there are two seeds or more, whose difference can be compared with."""
+    return runs is not None and len(runs.by_seed) > 1
 
 
 def load(folder: Path) -> list[Comparison]:
@@ -128,8 +134,10 @@ def load(folder: Path) -> list[Comparison]:
             runs = models.setdefault(named[1], {}).setdefault((level, stage), Runs(level, stage, {}))
             runs.by_seed[int(named[4])] = [json.loads(line) for line in path.read_text().splitlines()]
     for model, all_runs in models.items():
-        if BASE not in all_runs or len(all_runs[BASE].by_seed) < 2:
-            raise SystemExit(f"{folder}: {model} needs two runs of --level bf16 with other seeds, for a spread.")
+        if not any(is_base(all_runs.get(base)) for base in BASES):
+            raise SystemExit(
+                f"{folder}: {model} needs two runs of --level bf16 or fp32 with other seeds, for a spread."
+            )
         for runs in all_runs.values():
             steps = {seed: len(lines) for seed, lines in runs.by_seed.items()}
             if len(set(steps.values())) > 1:
@@ -147,7 +155,7 @@ def load(folder: Path) -> list[Comparison]:
 
 
 def draw(one: Comparison, path: Path) -> None:
-    """Write the curves, and their distances to the mean of bf16, as SVG, PNG or PDF by the name of the file."""
+    """Write the curves, and their distances to the mean of the base, as SVG, PNG or PDF by the name of the file."""
     steps, seeds = np.arange(1, one.steps + 1), one.base.curves
     with picture(path, 2, figsize=(9, 6.5), sharex=True, height_ratios=(3, 2)) as (top, bottom):
         for axes, zero in ((top, 0.0), (bottom, seeds.mean(0))):
@@ -243,7 +251,9 @@ and what these figures say.
   only chance made a difference, a further run would lie outside of the range of three with a probability of 1/2.
 - The **band** is the range of bf16 at each step. Lines are means over the seeds of a level, and the last column has
   the share of steps at which such a mean lies in the band.
-- O1, O2 and O3 compute in fp16 what has no 8 bits; Q8 is bf16 with 8-bit messages between hosts.
+- A model that was not trained with several seeds in bf16 is compared with fp32 instead.
+- O1, O2 and O3 compute in fp16 what has no 8 bits; Q8 and Q8_fp32 are bf16 and fp32 with 8-bit messages
+  between hosts.
 - **Bytes** are those of live tensors between two steps, of one rank.
   What it **sends** is counted for a ring, where an all-reduce is a reduce-scatter and an all-gather."""
 

@@ -73,13 +73,17 @@ def test_mnist_trains_in_a_plain_loop(tmp_path: Path) -> None:
     assert len(accuracy) == 1 and int(accuracy[0]) > 800
 
 
+def train_language(level: str, *options: object, folder: Path) -> None:
+    ran = run("language.py", "--level", level, *options, folder=folder)
+    assert ran.status == [0, 0], ran.err
+
+
 @pytest.mark.nightly
 def test_the_report_compares_runs_with_seeds_of_bf16(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     sizes = ["--steps", 3, "--rows", 1, "--length", 16, "--output", runs]
     for options in (["bf16"], ["bf16", "--seed", 1], ["fp32"], ["fp32", "--stage", 2], ["O2"], ["O3"], ["Q8"]):
-        ran = run("language.py", "--level", *options, *sizes, folder=tmp_path)
-        assert ran.status == [0, 0], ran.err
+        train_language(*options, *sizes, folder=tmp_path)
     lines = [json.loads(line) for line in (runs / "small-O3-stage2-seed0.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     rest = lines[-1]["at_rest"]
@@ -94,6 +98,16 @@ def test_the_report_compares_runs_with_seeds_of_bf16(tmp_path: Path) -> None:
     )
     assert re.search(r"^\| O3, stage 2 \| 2\.00 \| .* \| 3\d% \|$", text, re.M)  # 8 and 16 bits beside twice 32
     assert (tmp_path / "losses-small.svg").read_text().count("<path") > 12
+
+    train_language("fp32", "--seed", 1, *sizes, folder=tmp_path)
+    train_language("Q8_fp32", *sizes, folder=tmp_path)
+    other = runs / "small-bf16-stage0-seed0.jsonl"
+    other.rename(runs / "kept")
+    ran = run("report.py", runs, "--output", tmp_path, folder=tmp_path, processes=1)
+    assert ran.status == [0], ran.err
+    text = (tmp_path / "report.md").read_text()
+    assert "from fp32 of the same seed" in text and re.search(r"^\| Q8_fp32, stage 3 \| .* \| \d+% \|$", text, re.M)
+    (runs / "kept").rename(other)
 
     unfinished = runs / "small-bf16-stage0-seed1.jsonl"
     unfinished.write_text("".join(unfinished.read_text().splitlines(keepends=True)[:2]))
