@@ -1,7 +1,7 @@
 r"""Planned beside measured times of a step, from what bench_step.py has written.
 
     python scripts/step_time_check.py RUN.json --per-host 2 --computing 1.8 --link 410MB/s --network 56MB/s \
-        --latency 4000
+        --latency 4000 --decode 500MB/s
 
 RUN.json is what `bench_step.py --json` wrote on hosts of --per-host ranks each. --computing is the seconds of a step
 of its variant "plain" in as many processes at once as this machine has ranks. The other options are those that
@@ -41,7 +41,8 @@ def planned(name: str, measured: argparse.Namespace, args: argparse.Namespace, w
     profile = measure(model, config, make_batch(model, measured.micro_batch, measured.seq), on_host=True)
     plan = plan_model(model, config, on_host=True, per_host=args.per_host, profile=profile)
     flops = (profile.forward_flops + profile.backward_flops) / args.computing
-    speeds = Speeds(flops, args.link, args.network, args.latency / 1e6, on_host=True)
+    seconds = args.latency / 1e6
+    speeds = Speeds(flops, args.link, args.network, seconds, on_host=True, decode=args.decode)
     return step_time(plan.passes, profile, speeds, per_host=args.per_host)
 
 
@@ -55,6 +56,7 @@ def main() -> None:
     add("--link", type=speed, required=True)
     add("--network", type=speed, required=True)
     add("--latency", type=float, required=True, metavar="US")
+    add("--decode", type=speed, required=True)
     args = parser.parse_args()
     run: dict[str, Any] = json.loads(args.measured.read_text())
     rows = [["variant", "measured, s", "planned, s", "planned / measured"]]

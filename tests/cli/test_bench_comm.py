@@ -36,12 +36,14 @@ def test_hosts_of_several_ranks() -> None:
     assert others == ["", "", ""]
     found = json.loads(first)
     assert (found.pop("ranks"), found.pop("hosts"), found.pop("backend")) == (4, 2, "gloo")
-    assert sorted(found) == ["latency_us", "link", "network"] and all(value > 0 for value in found.values())
+    assert sorted(found) == ["decode", "latency_us", "link", "network"] and all(value > 0 for value in found.values())
 
 
 def test_hosts_of_one_rank_print_options_of_estimate() -> None:
     last = run_ranks(measured, 2)[0].splitlines()[-1]
-    assert re.fullmatch(r"hf-zero estimate MODEL \.\.\. --network [\d.]+[kMG]B/s --latency \d+", last)
+    assert re.fullmatch(
+        r"hf-zero estimate MODEL \.\.\. --network [\d.]+[kMG]B/s --decode [\d.]+[kMG]B/s --latency \d+", last
+    )
 
 
 def test_one_process_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,10 +160,13 @@ def test_the_time_of_a_step(passes: list[Pass], computing: float, waiting: float
 def test_ranks_on_the_cpu_do_the_work_of_communicating() -> None:
     profile = Profile((), "", 0, 0, forward_flops=100, backward_flops=200)
     passes = [Pass("forward", 1, Traffic(2, 400.0, 100.0)), Pass("backward", 2, Traffic(1, 0.0, 10.0))]
-    time = step_time(passes, profile, dataclasses.replace(SPEEDS, on_host=True), per_host=2)
-    # 1 s + 0.5 s of work, and 4 s of the link beside 1 s; then twice 0.5 s + 0.01 s, and a link that is not waited for
-    assert (time.computing, time.waiting) == pytest.approx((1.0 + 2 * 2.0, 1.5 + 3.0 + 2 * 0.51))
-    # 0.5 s + 0.2 s of work beside 8 s of the link; then 0.5 s + 0.1 s, and 0.2 s for the values of 8-bit messages
+    speeds = dataclasses.replace(SPEEDS, on_host=True, decode=500.0)
+    time = step_time(passes, profile, speeds, per_host=2)
+    # 1 s + 0.5 s of work, and 4 s of the link beside 1 s, of which the first of two operations delays it by all of it;
+    # then twice 0.5 s + 0.01 s of work, and the only operation's 0.4 s of the link.
+    assert (time.computing, time.waiting) == pytest.approx((1.0 + 2 * 2.0, 1.5 + 3.0 + 1.0 + 2 * (0.51 + 0.4)))
+    # 0.5 s + 0.2 s of work beside 8 s of the link; then 0.5 s + 0.1 s of work, 0.4 s for the values of 8-bit messages,
+    # and 0.4 s of the link.
     passes = [Pass("update", 1, Traffic(1, 0.0, 200.0)), Pass("backward", 1, Traffic(1, 90.0, 10.0, 200.0))]
-    time = step_time(passes, profile, dataclasses.replace(SPEEDS, on_host=True), per_host=2)
-    assert (time.computing, time.waiting) == pytest.approx((2.0, 8.0 + 0.8))
+    time = step_time(passes, profile, speeds, per_host=2)
+    assert (time.computing, time.waiting) == pytest.approx((2.0, 8.0 + 1.4))

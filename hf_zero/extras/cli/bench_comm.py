@@ -2,7 +2,7 @@
 
 Operations as a training makes them, over the same connections: all-gathers and reduce-scatters among the ranks of each
 host, then all-gathers among the ranks at the same place on every host, where each host sends as much at once as in a
-training.
+training. Ranks on CPUs make 8-bit messages besides.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> None:
         across = Comm.join(groups=sorted({group.across for group in groups}))
         hosts = comm.world_size // size
         found["network"] = size * nbytes * (hosts - 1) / hosts / _seconds(across, nbytes)
+        if comm.computes_on_host:
+            found["decode"] = _bytes_of_messages(comm, hosts)
     if comm.rank == 0:
         print(json.dumps(found)) if args.json else _print(found)
     comm.barrier("measured")  # the process that holds the store ends last
@@ -87,10 +89,35 @@ def _seconds(comm: Comm, nbytes: int, *, sums: bool = False) -> float:
     return statistics.median(comm.largest(times, "measuring"))
 
 
+def _bytes_of_messages(comm: Comm, number: int) -> float:
+    """Return how many bytes of values a rank makes 8-bit messages of, and adds up from so many, in a second.
+
+    All ranks of the world must call.
+    """
+    import torch
+
+    from hf_zero.distributed.block_quantization import quantize, sum_messages
+
+    # With so many values the allocator keeps the memory that is freed, as in a training.
+    rows = torch.ones(number, _COLD // 16 // number)
+    out = torch.empty(rows.shape[1])
+    comm.barrier("measuring")
+    begun = time.perf_counter()
+    for _ in range(_ROUNDS // 4):
+        sum_messages(out, quantize(rows))
+    # A rank that shares its core has waited for it in some rounds, and not in others.
+    seconds = comm.largest([time.perf_counter() - begun], "measuring")[0]
+    return _ROUNDS // 4 * rows.nbytes / seconds
+
+
 def _print(found: dict[str, Any]) -> None:
     rows = [("ranks, hosts, backend", f"{found['ranks']}, {found['hosts']}, {found['backend']}")]
     options = []
-    for name, what in (("link", "a rank gets, from its host"), ("network", "a host gets, from the others")):
+    for name, what in (
+        ("link", "a rank gets, from its host"),
+        ("network", "a host gets, from the others"),
+        ("decode", "values a rank makes of 8-bit messages"),
+    ):
         if name in found:
             rows.append((f"{what}, per second", format_bytes(found[name])))
             options.append(f"--{name} {format_bytes(found[name]).replace(' ', '')}/s")

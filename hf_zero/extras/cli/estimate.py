@@ -62,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--link", type=speed, metavar="SPEED", help="what a rank gets from its node, as 400GB/s (hf-zero bench comm)")
     add("--network", type=speed, metavar="SPEED", help="what a node gets from the others, as 25GB/s")
     add("--latency", type=above_zero, metavar="US", default=30.0, help="microseconds of an operation (default 30)")
+    add("--decode", type=speed, metavar="SPEED", help="what a CPU makes of 8-bit messages (default: the link's)")
     add("--config", type=Path, metavar="FILE", help="ZeRO configuration for all other keys (default: bf16, AdamW)")
     add("--batch-size", type=count, metavar="B", help="micro-batch of a rank (default: the configuration's, else 1)")
     add("--sequence-length", type=count, metavar="S", help="tokens of a sequence (default: the model's, at most 1024)")
@@ -92,7 +93,8 @@ def _speeds(args: argparse.Namespace) -> Speeds | None:
             raise argparse.ArgumentError(None, f"--tflops: name {option}, too (hf-zero bench comm measures it)")
     unused = float("inf")
     link, network = args.link or unused, args.network or unused
-    return Speeds(args.tflops * 1e12, link, network, args.latency / 1e6, on_host=args.on_cpu)
+    seconds = args.latency / 1e6
+    return Speeds(args.tflops * 1e12, link, network, seconds, on_host=args.on_cpu, decode=args.decode or link)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ long as the slower of two links needs for its bytes: the link inside of a host, 
 between hosts, which a host's ranks share. Nothing hides what comes after backward, such as the gathers of updated
 parameters.
 
-Ranks that compute on the CPU do the work of communicating themselves: it is added to their computation, and only what
-the link between hosts needs beyond that time is waited for. After backward, where operations follow each other without
-a layer between them, the work for one goes on beside the bytes of others. To make values of 8-bit messages takes as
-long as to get these values from the host.
+Ranks that compute on the CPU do the work of communicating themselves, and make the values of 8-bit messages: both are
+added to their computation, and only what the link between hosts needs beyond that time, and for the first operation,
+is waited for. After backward, where operations follow each other without a layer between them, the work for one goes
+on beside the bytes of others.
 
 Not in it: the optimizer's update, and copies to and from what is offloaded.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from hf_zero.extras.estimate.profile import Profile
 from hf_zero.extras.estimate.traffic import Pass, Traffic
@@ -33,6 +34,7 @@ class Speeds:
     latency: float  # of an operation
 
     on_host: bool = False  # ranks compute on the CPU
+    decode: float = inf  # bytes of the values that such a rank makes of 8-bit messages
 
     def waiting(self, traffic: Traffic, computing: float, per_host: int) -> float:
         """Return by how many seconds a pass with this `traffic` of a rank is longer than its `computing`.
@@ -43,11 +45,14 @@ class Speeds:
         operations = traffic.operations * self.latency
         network = traffic.across * per_host / self.network
         if self.on_host:
-            work = operations + (traffic.inside + traffic.across + traffic.decoded) / self.link
-            return work + max(network - computing, 0.0) if computing else max(work, network)
-        communicating = operations + max(traffic.inside / self.link, network)
-        first = communicating / max(traffic.operations, 1)
-        return max(communicating - computing, 0.0) + min(first, computing)
+            work = operations + (traffic.inside + traffic.across) / self.link + traffic.decoded / self.decode
+            others = network
+            if not computing:
+                return max(work, others)
+        else:
+            work, others = 0.0, operations + max(traffic.inside / self.link, network)
+        first = others / max(traffic.operations, 1)
+        return work + max(others - computing, 0.0) + min(first, computing)
 
 
 @dataclass(frozen=True)
