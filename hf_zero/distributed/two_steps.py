@@ -139,9 +139,7 @@ class Exchanges:
         elif self.quantized:
             for places, part in gathers:
                 messages = self._cross([quantize(part.unsqueeze(0))[0]] * len(places))
-                for piece, values in dequantize(messages, part.numel()):
-                    for to, one in zip(places, values, strict=True):
-                        to[piece] = one
+                dequantize(messages, places)
         else:
             self._run([(places, [part] * len(places)) for places, part in gathers])
 
@@ -227,8 +225,7 @@ class DeviceSteps:
                 message = quantize(part.unsqueeze(0))
                 received = message.new_empty(number, message.shape[1])
                 all_gather_single(received, message, group=self.across, async_op=True).wait()
-                for piece, values in dequantize(received, part.numel()):
-                    row.view(number, -1)[:, piece] = values
+                dequantize(received, row.chunk(number))
             elif part is not None:
                 all_gather_single(row, part, group=self.across, async_op=True).wait()
             places, mine = list(full.chunk(number)), list(row.chunk(number))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hf_zero.errors import NativeError
 
-ABI_VERSION = 6  # HZ_ABI_VERSION of csrc/hz_api.h: the C structures that this package fills
+ABI_VERSION = 7  # HZ_ABI_VERSION of csrc/hz_api.h: the C structures that this package fills
 LIBRARY_VARIABLE = "HF_ZERO_LIBRARY"
 _FILE = "libhf_zero_native.so"
 _REMEDY = (

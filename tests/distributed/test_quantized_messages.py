@@ -19,6 +19,9 @@ from hf_zero.distributed import block_quantization
 from hf_zero.distributed.block_quantization import dequantize, message_bytes, quantize, sum_messages
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError
+from hf_zero.native.library import library
+from hf_zero.native.machine import THREADS_VARIABLE
+from hf_zero.native.simd import SIMD_LEVELS, SIMD_VARIABLE
 from hf_zero.sharding.unit import ShardUnit
 from tests.distributed.test_sharding_groups import Net
 from tests.harness.ranks import run_ranks
@@ -29,14 +32,23 @@ BOUND = 1 / 254 + 1e-6  # of an element's error, as a part of the largest magnit
 
 
 # ---------------------------------------------------------------- blocks
-def restored(messages: torch.Tensor, numel: int) -> torch.Tensor:
-    return torch.cat([values for _, values in dequantize(messages, numel)], 1)
+@pytest.fixture(params=["native", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(block_quantization, "has_library", lambda: False)
 
 
+def restored(messages: torch.Tensor, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    rows = torch.empty(len(messages), numel, dtype=dtype)
+    dequantize(messages, rows.unbind())
+    return rows
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("at_a_time", [1, 256, 2 * 3 * 256, 1 << 18])
 @pytest.mark.parametrize("numel", [8, 255, 256, 257, 1000])
 def test_the_error_of_a_block_is_bounded(numel: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many elements are computed at a time, messages are the same, and so are sums."""
+    """However many elements torch's operations take at a time, messages are the same, and so are sums."""
     monkeypatch.setattr(block_quantization, "_AT_A_TIME", at_a_time)
     rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-30], [1.0], [1e30]])
     messages = quantize(rows)
@@ -52,12 +64,41 @@ def test_the_error_of_a_block_is_bounded(numel: int, at_a_time: int, monkeypatch
     assert torch.equal(messages, quantize(rows)) and torch.equal(back, restored(messages, numel))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("numel", [1, 1000, (1 << 18) + 12_345])  # the last is enough for four threads
+def test_the_library_has_torchs_bits(numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages and sums are the same at every instruction set and number of threads, for ties and infinities, too."""
+    generator = torch.Generator().manual_seed(numel)
+    rows = (torch.randn(3, numel, generator=generator) * torch.logspace(-20, 2, numel)).to(dtype)
+    rows[1] = (torch.arange(numel) % 255 - 127) * 0.5
+    rows[1, ::256] = 127.0  # the scale is 1, and halves lie between two integers
+    rows[2, 0] = torch.finfo(dtype).max
+
+    def run() -> list[torch.Tensor]:
+        messages, out = quantize(rows), torch.empty(numel, dtype=dtype)
+        sum_messages(out, messages)
+        return [messages, out, restored(messages, numel, dtype)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_quantization, "has_library", lambda: False)
+        wanted = run()
+    for level in SIMD_LEVELS[: library().hz_simd_level() + 1]:
+        monkeypatch.setenv(SIMD_VARIABLE, level)
+        for threads in "13":
+            monkeypatch.setenv(THREADS_VARIABLE, threads)
+            for ours, theirs in zip(run(), wanted, strict=True):
+                assert torch.equal(ours.isnan(), theirs.isnan())
+                assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+@pytest.mark.usefixtures("way")
 def test_zeros_and_the_largest_numbers_come_back() -> None:
     rows = torch.stack([torch.zeros(300), torch.full((300,), 3e38), torch.full((300,), 1e-45)])
     back = restored(quantize(rows), 300)
     assert torch.equal(back[0], rows[0]) and torch.allclose(back[1], rows[1]) and back[2].abs().max() <= 1e-38
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("others", [0.0, 1.0])
 def test_a_block_with_a_number_that_is_not_finite_has_none_that_is(value: float, others: float) -> None:

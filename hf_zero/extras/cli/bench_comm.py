@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.consolidate import parse_bytes
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _seconds(comm: Comm, nbytes: int, *, sums: bool = False) -> float:
-    """Return the median time of an operation on `nbytes` in total. All ranks of the world must call.
+    """Return the time of an operation on `nbytes` in total. All ranks of the world must call.
 
     Args:
         sums: A round is two all-gathers and a reduce-scatter, as of a layer at stage 3; else it is one all-gather.
@@ -72,21 +73,18 @@ def _seconds(comm: Comm, nbytes: int, *, sums: bool = False) -> float:
     import torch
 
     numel = -(-nbytes // (32 * comm.world_size)) * 8
-    rows = torch.zeros(max(1, min(_ROUNDS, _COLD // nbytes)), numel * comm.world_size, device=comm.device)
-    times = []
-    for number in range(_ROUNDS):
+    rows = torch.ones(max(1, min(_ROUNDS, _COLD // nbytes)), numel * comm.world_size, device=comm.device)
+
+    def operations(number: int) -> None:
         full = rows[number % len(rows)]
         part = full.chunk(comm.world_size)[comm.rank]
-        comm.barrier("measuring")
-        begun = time.perf_counter()
         for _ in range(1 + sums):
             comm.all_gather(full, part, "measuring").wait()
         if sums:
             comm.reduce_scatter(part, full, "measuring").wait()
         full[:1].cpu()  # a device waits for it, and the host for the device
-        times.append((time.perf_counter() - begun) / (3 if sums else 1))
-    # Ranks that share a link take turns in being the last one.
-    return statistics.median(comm.largest(times, "measuring"))
+
+    return _time(comm, operations, _ROUNDS) / (3 if sums else 1)
 
 
 def _bytes_of_messages(comm: Comm, number: int) -> float:
@@ -101,13 +99,24 @@ def _bytes_of_messages(comm: Comm, number: int) -> float:
     # With so many values the allocator keeps the memory that is freed, as in a training.
     rows = torch.ones(number, _COLD // 16 // number)
     out = torch.empty(rows.shape[1])
-    comm.barrier("measuring")
-    begun = time.perf_counter()
-    for _ in range(_ROUNDS // 4):
-        sum_messages(out, quantize(rows))
-    # A rank that shares its core has waited for it in some rounds, and not in others.
-    seconds = comm.largest([time.perf_counter() - begun], "measuring")[0]
-    return _ROUNDS // 4 * rows.nbytes / seconds
+    seconds = _time(comm, lambda _: sum_messages(out, quantize(rows)), _ROUNDS // 2)
+    return rows.nbytes / seconds
+
+
+def _time(comm: Comm, work: Callable[[int], None], rounds: int) -> float:
+    """Return the seconds of a round, from its common start to the end of the last rank.
+
+    It is the mean of the middle half of the rounds. Ranks that share a core wait for it in some of them, so that a
+    median jumps; and a link that has just begun, or lost something, makes few of them very long.
+    """
+    work(0)  # connections, and memory that the system has not given yet
+    times = []
+    for number in range(rounds):
+        comm.barrier("measuring")
+        begun = time.perf_counter()
+        work(number)
+        times.append(time.perf_counter() - begun)
+    return statistics.mean(sorted(comm.largest(times, "measuring"))[rounds // 4 : -rounds // 4])
 
 
 def _print(found: dict[str, Any]) -> None:

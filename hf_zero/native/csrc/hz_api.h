@@ -1,14 +1,15 @@
-// C interface of the library's general part, of the Adam update and of scaled casts. hf_zero/native/library.py, adam.py
-// and float8.py mirror it by hand: every change here raises HZ_ABI_VERSION, and the same number stands in library.py.
+// C interface of the library's general part, of the Adam update, of scaled casts and of 8-bit messages.
+// hf_zero/native/library.py, adam.py, float8.py and int8_blocks.py mirror it by hand: every change here raises
+// HZ_ABI_VERSION, and the same number stands in library.py.
 #pragma once
 
 #include <cstdint>
 
 #include "hz_export.h"
 
-#define HZ_ABI_VERSION 6
+#define HZ_ABI_VERSION 7
 
-// Element types; hf_zero/native/{adam,float8}.py have the same numbers.
+// Element types; hf_zero/native/{adam,float8,int8_blocks}.py have the same numbers.
 enum hz_dtype : int32_t { HZ_NONE = 0, HZ_F32 = 1, HZ_F64 = 2, HZ_BF16 = 3, HZ_F16 = 4, HZ_E4M3 = 5, HZ_E5M2 = 6 };
 
 // Instruction sets; AUTO takes the best that the CPU has. Results are the same bits at every level.
@@ -81,3 +82,12 @@ HZ_API int32_t hz_uncast(const hz_segments* segments, const void* source, int32_
 // seed, the random numbers depend. Returns 0; or -1 (no such level); or errno of what failed (nothing was written).
 HZ_API int32_t hz_round_fp16(float* values, int64_t numel, int64_t first, uint32_t seed, int32_t threads,
                              int32_t simd);
+
+// Makes the message of `numel` values of any floating type: a block's scale is fp32. Returns 0; or -1 (another type, or
+// no such level); or errno of what failed (nothing was written).
+HZ_API int32_t hz_quantize(const void* values, int32_t type, int64_t numel, void* message, int32_t threads,
+                           int32_t simd);
+
+// Adds up in fp32, in their order, what messages hold that follow each other in memory. Returns as hz_quantize does.
+HZ_API int32_t hz_sum_messages(const void* messages, int64_t num_messages, void* sum, int32_t type, int64_t numel,
+                               int32_t threads, int32_t simd);
