@@ -27,7 +27,7 @@ def quantize_row(row: torch.Tensor, message: torch.Tensor) -> None:
         NativeError: The library is missing, or threads cannot be started.
         ConfigError: HF_ZERO_SIMD or HF_ZERO_CPU_THREADS is wrong.
     """
-    _check(row, message)
+    _check(row, message.unsqueeze(0))
     code = _function("hz_quantize")(
         ctypes.c_void_p(row.data_ptr()),
         ctypes.c_int32(_TYPES[row.dtype]),
@@ -41,7 +41,7 @@ def quantize_row(row: torch.Tensor, message: torch.Tensor) -> None:
 
 def sum_rows(messages: torch.Tensor, out: torch.Tensor) -> None:
     """Add up what the rows of `messages` hold, in fp32 and in their order, and write the sum; see `quantize_row`."""
-    _check(messages, out)
+    _check(out, messages)
     code = _function("hz_sum_messages")(
         ctypes.c_void_p(messages.data_ptr()),
         ctypes.c_int64(len(messages)),
@@ -54,10 +54,13 @@ def sum_rows(messages: torch.Tensor, out: torch.Tensor) -> None:
     raise_errno(code, "adding up 8-bit messages")
 
 
-def _check(*memories: torch.Tensor) -> None:
-    for memory in memories:
+def _check(values: torch.Tensor, messages: torch.Tensor) -> None:
+    """Refuse what the library, which is given addresses, would read or write beyond."""
+    for memory in (values, messages):
         if memory.device.type != "cpu" or not memory.is_contiguous():
             raise AssertionError(f"only contiguous CPU tensors: {memory.device}, strides {memory.stride()}")
+    if messages.shape[1] != values.numel() + 4 * -(-values.numel() // 256):
+        raise AssertionError(f"messages of {messages.shape[1]} bytes about {values.numel()} values")
 
 
 @cache

@@ -109,6 +109,14 @@ def test_a_block_with_a_number_that_is_not_finite_has_none_that_is(value: float,
     assert torch.allclose(back[0, :256], rows[0, :256]) and torch.allclose(back[0, 512:], rows[0, 512:])
 
 
+def test_the_library_reads_nothing_beyond_a_message() -> None:
+    messages = quantize(torch.ones(2, 300))
+    with pytest.raises(AssertionError, match="308 bytes about 301 values"):
+        sum_messages(torch.empty(301), messages)
+    with pytest.raises(AssertionError, match="contiguous"):
+        sum_messages(torch.empty(300, 2)[:, 0], messages)
+
+
 # ---------------------------------------------------------------- engines on two pretended hosts
 def on_hosts(count: int, work: Callable[..., Any], *args: Any) -> Any:
     """Run `work` on ranks of which equal parts take themselves for hosts."""
