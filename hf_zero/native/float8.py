@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from functools import cache
 
 import torch
 
-from hf_zero.native.library import library
+from hf_zero.native.library import function
 from hf_zero.native.machine import default_threads
 from hf_zero.native.simd import raise_errno, simd_level
 
@@ -41,7 +40,7 @@ def cast_segments(
         ConfigError: HF_ZERO_SIMD or HF_ZERO_CPU_THREADS is wrong.
     """
     amaxes = torch.empty(len(bounds), dtype=torch.float32, device="cpu")
-    code = _function("hz_cast")(
+    code = function("hz_cast")(
         _pack(source, bounds, scales),
         ctypes.c_void_p(source.data_ptr()),
         ctypes.c_int32(_TYPES[source.dtype]),
@@ -59,7 +58,7 @@ def uncast_segments(
     source: torch.Tensor, out: torch.Tensor, bounds: torch.Tensor, scales: torch.Tensor, *, add: bool, factor: float
 ) -> None:
     """Write the segments back to fp32, or add them; see `cast_segments`."""
-    code = _function("hz_uncast")(
+    code = function("hz_uncast")(
         _pack(source, bounds, scales),
         ctypes.c_void_p(source.data_ptr()),
         ctypes.c_int32(_TYPES[source.dtype]),
@@ -74,7 +73,7 @@ def uncast_segments(
 
 def round_fp16(values: torch.Tensor, first: int, seed: int) -> None:
     """Round fp32 values in place, at random, to the digits of fp16: see fp8/stochastic_rounding.py."""
-    code = _function("hz_round_fp16")(
+    code = function("hz_round_fp16")(
         ctypes.c_void_p(values.data_ptr()),
         ctypes.c_int64(values.numel()),
         ctypes.c_int64(first),
@@ -93,10 +92,3 @@ def _check(code: int, source: torch.Tensor, out: torch.Tensor | None) -> None:
     raise_errno(code, "the cast")
     if code:
         raise AssertionError(f"types that do not go together: {source.dtype}, {None if out is None else out.dtype}")
-
-
-@cache
-def _function(name: str) -> ctypes._NamedFuncPointer:
-    function: ctypes._NamedFuncPointer = getattr(library(), name)
-    function.restype = ctypes.c_int32
-    return function

@@ -7,11 +7,10 @@ in distributed/block_quantization.py, which says what a message is.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 
-from hf_zero.native.library import library
+from hf_zero.native.library import function
 from hf_zero.native.machine import default_threads
 from hf_zero.native.simd import raise_errno, simd_level
 
@@ -28,7 +27,7 @@ def quantize_row(row: torch.Tensor, message: torch.Tensor) -> None:
         ConfigError: HF_ZERO_SIMD or HF_ZERO_CPU_THREADS is wrong.
     """
     _check(row, message.unsqueeze(0))
-    code = _function("hz_quantize")(
+    code = function("hz_quantize")(
         ctypes.c_void_p(row.data_ptr()),
         ctypes.c_int32(_TYPES[row.dtype]),
         ctypes.c_int64(row.numel()),
@@ -42,7 +41,7 @@ def quantize_row(row: torch.Tensor, message: torch.Tensor) -> None:
 def sum_rows(messages: torch.Tensor, out: torch.Tensor) -> None:
     """Add up what the rows of `messages` hold, in fp32 and in their order, and write the sum; see `quantize_row`."""
     _check(out, messages)
-    code = _function("hz_sum_messages")(
+    code = function("hz_sum_messages")(
         ctypes.c_void_p(messages.data_ptr()),
         ctypes.c_int64(len(messages)),
         ctypes.c_void_p(out.data_ptr()),
@@ -61,10 +60,3 @@ def _check(values: torch.Tensor, messages: torch.Tensor) -> None:
             raise AssertionError(f"only contiguous CPU tensors: {memory.device}, strides {memory.stride()}")
     if messages.shape[1] != values.numel() + 4 * -(-values.numel() // 256):
         raise AssertionError(f"messages of {messages.shape[1]} bytes about {values.numel()} values")
-
-
-@cache
-def _function(name: str) -> ctypes._NamedFuncPointer:
-    function: ctypes._NamedFuncPointer = getattr(library(), name)
-    function.restype = ctypes.c_int32
-    return function

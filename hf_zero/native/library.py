@@ -50,6 +50,14 @@ def library() -> ctypes.CDLL:
 
 
 @cache
+def function(name: str) -> ctypes._NamedFuncPointer:
+    """The library's function of this name, one that returns an int32. Raises what `library` does."""
+    found: ctypes._NamedFuncPointer = getattr(library(), name)
+    found.restype = ctypes.c_int32
+    return found
+
+
+@cache
 def has_library() -> bool:
     """Whether `library` gives one, for what can do without."""
     try:

@@ -19,11 +19,9 @@ from hf_zero.distributed import block_quantization
 from hf_zero.distributed.block_quantization import dequantize, message_bytes, quantize, sum_messages
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError
-from hf_zero.native.library import library
-from hf_zero.native.machine import THREADS_VARIABLE
-from hf_zero.native.simd import SIMD_LEVELS, SIMD_VARIABLE
 from hf_zero.sharding.unit import ShardUnit
 from tests.distributed.test_sharding_groups import Net
+from tests.harness.native_ways import assert_same_on_all_ways
 from tests.harness.ranks import run_ranks
 
 WEIGHTS, GRADIENTS = "zero_quantized_weights", "zero_quantized_gradients"
@@ -77,18 +75,10 @@ def test_the_library_has_torchs_bits(numel: int, dtype: torch.dtype, monkeypatch
     def run() -> list[torch.Tensor]:
         messages, out = quantize(rows), torch.empty(numel, dtype=dtype)
         sum_messages(out, messages)
-        return [messages, out, restored(messages, numel, dtype)]
+        back = restored(messages, numel, dtype)
+        return [messages, *(of for one in (out, back) for of in (one.isnan(), one.nan_to_num(7.0)))]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(block_quantization, "has_library", lambda: False)
-        wanted = run()
-    for level in SIMD_LEVELS[: library().hz_simd_level() + 1]:
-        monkeypatch.setenv(SIMD_VARIABLE, level)
-        for threads in "13":
-            monkeypatch.setenv(THREADS_VARIABLE, threads)
-            for ours, theirs in zip(run(), wanted, strict=True):
-                assert torch.equal(ours.isnan(), theirs.isnan())
-                assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+    assert_same_on_all_ways(block_quantization, run, monkeypatch)
 
 
 @pytest.mark.usefixtures("way")
@@ -115,6 +105,8 @@ def test_the_library_reads_nothing_beyond_a_message() -> None:
         sum_messages(torch.empty(301), messages)
     with pytest.raises(AssertionError, match="contiguous"):
         sum_messages(torch.empty(300, 2)[:, 0], messages)
+    with pytest.raises(AssertionError, match="contiguous"):
+        quantize(torch.ones(300, 2).t())
 
 
 # ---------------------------------------------------------------- engines on two pretended hosts

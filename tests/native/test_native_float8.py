@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ import torch
 from hf_zero.errors import ConfigError
 from hf_zero.fp8 import scaled_casts
 from hf_zero.fp8.scaled_casts import FORMATS, SOURCES, Segments, amaxes, cast, cast_and_amax, uncast
-from hf_zero.native.library import library
-from hf_zero.native.machine import THREADS_VARIABLE
-from hf_zero.native.simd import SIMD_LEVELS, SIMD_VARIABLE
+from hf_zero.native.simd import SIMD_VARIABLE
+from tests.harness.native_ways import assert_same_on_all_ways
 
 NUMEL = (1 << 20) + 12_345  # past the caches, and enough for three threads
 BESIDE = 5  # elements before and after, so that nothing starts at a line
@@ -41,26 +39,6 @@ def any_scales(segments: Segments) -> torch.Tensor:
     return torch.ldexp(torch.rand(len(segments)) + 0.5, torch.randint(-20, 20, (len(segments),)))
 
 
-def assert_same(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Compare the bits, but of fp32 NaN, which have many."""
-    if first.dtype == torch.float32:
-        assert torch.equal(first.isnan(), second.isnan())
-        first, second = first.nan_to_num(7.0), second.nan_to_num(7.0)
-    assert torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
-
-
-def assert_same_on_all_ways(run: Callable[[], list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(scaled_casts, "has_library", lambda: False)
-        wanted = run()
-    for level in SIMD_LEVELS[: library().hz_simd_level() + 1]:
-        monkeypatch.setenv(SIMD_VARIABLE, level)
-        for threads in "123":
-            monkeypatch.setenv(THREADS_VARIABLE, threads)
-            for ours, theirs in zip(run(), wanted, strict=True):
-                assert_same(ours, theirs)
-
-
 @pytest.mark.parametrize("name", SEGMENTS)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("source", SOURCES, ids=str)
@@ -79,7 +57,7 @@ def test_casts_have_torchs_bits(
         cast(memory, only, segments, scales)
         return [out, found, only, amaxes(memory, segments)]
 
-    assert_same_on_all_ways(run, monkeypatch)
+    assert_same_on_all_ways(scaled_casts, run, monkeypatch)
     out, found, *_ = run()
     assert torch.equal(out[-BESIDE:].float(), torch.full((BESIDE,), 2.0)), "written beside"
     assert found.isnan().any() or name != "few", "vacuous: no NaN was met"
@@ -124,7 +102,7 @@ def test_numbers_that_stay_normal_and_their_neighbours(
         return [cast_and_amax(memory, out, segments, factors), out]
 
     assert len(segments) > 20, "vacuous: no piece had normal results"
-    assert_same_on_all_ways(run, monkeypatch)
+    assert_same_on_all_ways(scaled_casts, run, monkeypatch)
 
 
 @pytest.mark.parametrize("name", SEGMENTS)
@@ -142,7 +120,7 @@ def test_uncasts_have_torchs_bits(name: str, dtype: torch.dtype, monkeypatch: py
         uncast(memory, outs[2][BESIDE:-BESIDE], segments, scales, add=True, factor=-0.3)
         return outs
 
-    assert_same_on_all_ways(run, monkeypatch)
+    assert_same_on_all_ways(scaled_casts, run, monkeypatch)
 
 
 def test_it_is_the_library_that_casts(monkeypatch: pytest.MonkeyPatch) -> None:
